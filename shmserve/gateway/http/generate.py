@@ -73,9 +73,8 @@ async def generate(
                 break
     finally:
         responses.close()
-    return HttpResponse(
-        status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE_RESPONSE),), JSON
-    )
+    body = texts[0] if len(texts) == 1 else error_json(_NOT_ONE_RESPONSE)
+    return HttpResponse(status, (body,), JSON)
 
 
 async def generate_stream(
@@ -154,8 +153,9 @@ class _Generation:
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
-            dims = (tensor.datatype, tensor.shape, tensor.name)
-            text = await encode_in_turns(data, *dims, self._gateway.malloc_trim)
+            text = await encode_in_turns(
+                data, tensor.datatype, tensor.shape, tensor.name, self._gateway.malloc_trim
+            )
             outputs.append((tensor, text))
         model = self._model
         infer_request = self.responses.request.built.infer_request

@@ -6,8 +6,8 @@ Errors become responses in the form of the route's API.
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -326,7 +326,7 @@ class App(ActiveCount):
 def _request_id_header(request: HttpRequest) -> bytes:
     """Return the header with the client's id of a request, or with a new one."""
     given = request.headers.get(_REQUEST_ID, "")
-    found = given if _PLAIN_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+    found = given if given and _PLAIN_ID.fullmatch(given) else f"req_{os.urandom(16).hex()}"
     return b"x-request-id: %b\r\n" % found.encode()
 
 

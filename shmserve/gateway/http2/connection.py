@@ -83,9 +83,7 @@ class Http2Connection(FrameReader[T]):
         self.pings = 0  # total number of PINGs from the client
         self._refusing = False  # GOAWAY was sent: no new streams
         self._promised = STREAM_BITS  # the last stream id of our GOAWAY
-        self._reset_streams: dict[
-            int, None
-        ] = {}  # streams reset by us before the client had finished
+        self._reset_streams: dict[int, None] = {}  # by us, before the client had finished
         self._window = LARGEST_WINDOW  # the receive window of the connection
         self.sending.ready.append(
             frames.settings(

@@ -469,12 +469,7 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # Earlier messages may use the other half.
     __slots__ = (
-        "_closed",
-        "_consumed",
-        "_has_unparsed_data",
-        "_message_waiter",
-        "_queue",
-        "_task",
+        *("_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue", "_task"),
         "_write_waiter",
     )
 

@@ -111,17 +111,8 @@ class Assembly:
     """
 
     __slots__ = (
-        *(
-            "_position",
-            "_compressed",
-            "_copied",
-            "_head",
-            "_later",
-            "_message",
-            "_piece",
-            "_prefix",
-        ),
-        *("_sinks", "_size", "_permitted", "extra", "missing", "sink"),
+        *("_compressed", "_copied", "_head", "_later", "_message", "_permitted", "_piece"),
+        *("_position", "_prefix", "_sinks", "_size", "extra", "missing", "sink"),
     )
 
     def __init__(self, permitted: int, head: CallHead, sinks: Sinks | None) -> None:

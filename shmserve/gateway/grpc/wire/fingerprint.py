@@ -74,7 +74,7 @@ def split(raw: bytes) -> Split | None:
     ids: list[bytes] = []
     sequence: list[bytes] = []
     head: list[bytes] = []  # the kept parts
-    kept_parts = at = head_end = 0
+    kept_from = at = head_end = 0
     end = len(raw)
     while at < end:
         start = at
@@ -101,8 +101,8 @@ def split(raw: bytes) -> Split | None:
                 cut_parts = sequence
             if cut_parts is not None:
                 cut_parts.append(raw[at:head_end])
-                head.append(raw[kept_parts:start])
-                kept_parts = head_end
+                head.append(raw[kept_from:start])
+                kept_from = head_end
         else:
             return None
         at += size
@@ -111,7 +111,7 @@ def split(raw: bytes) -> Split | None:
     cut_identity = identity(ids, sequence) if head else ANONYMOUS
     if cut_identity is None:
         return None
-    head.append(raw[kept_parts:head_end])
+    head.append(raw[kept_from:head_end])
     return Split((b"".join(head), tuple(map(len, contents))), contents, cut_identity)
 
 
@@ -178,7 +178,7 @@ class _Layout(NamedTuple):
 
     struct: Struct
     has_id: bool
-    cached: dict[tuple[bytes, ...], _CachedTemplate]
+    templates: dict[tuple[bytes, ...], _CachedTemplate]
 
 
 class PreparedRequests:
@@ -201,7 +201,7 @@ class PreparedRequests:
             return None
         parts = layout.struct.unpack(raw)
         kept_parts, cut_parts = parts[::2], parts[1::2]
-        cached = layout.cached.get(kept_parts)
+        cached = layout.templates.get(kept_parts)
         if cached is None:
             return None
         identity = ANONYMOUS
@@ -215,7 +215,7 @@ class PreparedRequests:
         if cached.revision == self._models.revision:
             built = cached.template.fill(cut_parts)
         if built is None:
-            del layout.cached[kept_parts]  # `repeat` finds the template if it is still valid
+            del layout.templates[kept_parts]  # `repeat` finds the template if it is still valid
         elif identity != cached.identity:
             built.identify(identity)
         return built
@@ -253,8 +253,10 @@ class PreparedRequests:
     ) -> None:
         """Store the template of a request, if the parsed request confirms what was cut out."""
         if parts.identity.is_of(request):
-            encoded_id = (parts.key, parts.identity, model, request.version)
-            cached = _CachedTemplate(*encoded_id, self._models.revision, template)
+            cached = _CachedTemplate(
+                *(parts.key, parts.identity, model, request.version),
+                *(self._models.revision, template),
+            )
             self._cache.remember(parts.key, cached)
 
     def _add_layout(self, raw: bytes, parts: Split, cached: _CachedTemplate) -> None:
@@ -272,7 +274,7 @@ class PreparedRequests:
             self._layouts.remember(len(raw), layout)
         # The first of two layouts of one size stays, since messages of both can alternate.
         if layout.struct.format == struct.format and layout.has_id == has_id:
-            layout.cached[struct.unpack(raw)[::2]] = cached
+            layout.templates[struct.unpack(raw)[::2]] = cached
             self._layout_count += 1
 
 

@@ -78,8 +78,7 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         InvalidArgument: The request is invalid.
         Unsupported: The id of the sequence is too long.
     """
-    request_name = request_id(header)
-    request = InferRequest(request_name, [], [])
+    request = InferRequest(request_id(header), [], [])
     if type(header) is dict and "parameters" in header:
         _take_parameters(request, header["parameters"])
     at = 0
@@ -148,7 +147,8 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     if type(raw) is not dict:
         raise InvalidArgument(_SOURCES + "But no field is set")
     parameters = raw.get("parameters")
-    parameters = parameters if type(parameters) is dict else _NOTHING
+    if type(parameters) is not dict:
+        parameters = _NOTHING
     binary = "binary_data_size" in parameters
     region = "shared_memory_region" in parameters
     inline = "data" in raw
@@ -188,12 +188,9 @@ def _input(raw: Any, json_limit: int) -> InferInput:
 
 def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
-    parameters = " ".join(
-        n for n, is_set in zip(names, (inline, binary, region), strict=True) if is_set
-    )
-    return InvalidArgument(
-        _SOURCES + (f"But set {parameters}" if parameters else "But no field is set")
-    )
+    sources = zip(names, (inline, binary, region), strict=True)
+    text = " ".join(name for name, is_set in sources if is_set)
+    return InvalidArgument(_SOURCES + (f"But set {text}" if text else "But no field is set"))
 
 
 def _range(parameters: dict[str, Any]) -> RegionRange:

@@ -99,8 +99,8 @@ def loads_members(raw: bytes) -> Any:
     depth = np.cumsum(steps, dtype=np.int32)
     begins = (steps > 0) & (depth == 2)
     ends = (steps < 0) & (depth == 1)
-    marks_and_quotes = np.where(begins, np.uint8(ord("0")), np.frombuffer(raw, np.uint8))
-    return loads(marks_and_quotes[begins | ((depth < 2) & ~ends)].tobytes())
+    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(raw, np.uint8))
+    return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
 
 
 def _loads_large(raw: bytes) -> Any:
@@ -296,12 +296,11 @@ def _outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
     """
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks_and_quotes = np.frombuffer(
-        raw.translate(None, bytes(_ALL.difference(marks, b'"'))), np.uint8
-    )
-    quotes = marks_and_quotes == ord('"')
-    found: NDArray[np.uint8] = marks_and_quotes[~(quotes | np.logical_xor.accumulate(quotes))]
-    return found
+    irrelevant = bytes(_ALL.difference(marks, b'"'))
+    characters = np.frombuffer(raw.translate(None, irrelevant), np.uint8)
+    quotes = characters == ord('"')
+    outside: NDArray[np.uint8] = characters[~(quotes | np.logical_xor.accumulate(quotes))]
+    return outside
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,15 +110,15 @@ def decode_parts(
 ) -> Iterator[bytes]:
     """Yield the bytes of each part of the values, with the checks of `decode`."""
     _refuse_halves(datatype, name)
-    element_count_so_far = 0
+    actual = 0
     for part in parts:
         values, kinds = _flat(part)
         data = _packed(values, kinds, datatype, name)
-        element_count_so_far += len(values)
-        _check_count(element_count_so_far, count, datatype, name)
+        actual += len(values)
+        _check_count(actual, count, datatype, name)
         yield data
-    if element_count_so_far < count:
-        raise _too_few(element_count_so_far, count, name)
+    if actual < count:
+        raise _too_few(actual, count, name)
 
 
 def _refuse_halves(datatype: str, name: str) -> None:
@@ -129,8 +129,8 @@ def _refuse_halves(datatype: str, name: str) -> None:
         )
 
 
-def _check_count(element_count_so_far: int, count: int, datatype: str, name: str) -> None:
-    if element_count_so_far > count:
+def _check_count(actual: int, count: int, datatype: str, name: str) -> None:
+    if actual > count:
         first = "s" if datatype == "BYTES" else "S"
         raise JsonFault(
             f"Unable to parse 'data': {first}hape does not match true shape of 'data' field (input "
@@ -138,10 +138,10 @@ def _check_count(element_count_so_far: int, count: int, datatype: str, name: str
         )
 
 
-def _too_few(element_count_so_far: int, count: int, name: str) -> JsonFault:
+def _too_few(actual: int, count: int, name: str) -> JsonFault:
     return JsonFault(
         "Failed to parse 'data' field: shape does not match true shape (input "
-        f"'{name}': its shape has {count} elements, {element_count_so_far} are given)"
+        f"'{name}': its shape has {count} elements, {actual} are given)"
     )
 
 
@@ -256,13 +256,13 @@ def _word(value: float) -> bytes:
 
 
 def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> Iterator[bytes]:
-    separator, element_count_so_far = b"[", 0
+    separator, actual = b"[", 0
     for values in _strings(memoryview(data), name):
         yield separator + orjson.dumps(values)[1:-1]
-        separator, element_count_so_far = b",", element_count_so_far + len(values)
-    if element_count_so_far != element_count(shape):
+        separator, actual = b",", actual + len(values)
+    if actual != element_count(shape):
         raise Internal("internal error")
-    yield b"]" if element_count_so_far else b"[]"
+    yield b"]" if actual else b"[]"
 
 
 def _strings(data: memoryview, name: str) -> Iterator[list[str]]:

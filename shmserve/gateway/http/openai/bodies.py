@@ -46,9 +46,11 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
         NotFound: The name stands for the only model that generates text, but there are several.
     """
     models = gateway.models
+    if name in models:
+        return name
     served = {each: model for model, each in reversed(gateway.settings.served_names)}
-    own = name if name in models else served.get(name) or models.resolve_alias(name)
-    if own != name or name in models:
+    own = served.get(name) or models.resolve_alias(name)
+    if own != name:
         return own
     unloaded = await unloaded_aliases(gateway)
     if name in served:
@@ -148,15 +150,14 @@ class TextRequest(NamedTuple):
 def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
     """Return the outputs that few requests want."""
     found: tuple[str, ...] = ()
-    if parameters.get("return_token_ids") is True:
+    if "return_token_ids" in parameters and parameters["return_token_ids"] is True:
         found = ("token_ids", "prompt_token_ids")
-    return (*found, "logprobs") if parameters.get("prompt_logprobs") is not None else found
+    return (*found, "logprobs") if "prompt_logprobs" in parameters else found
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
-    fields = parameters.get("logprobs")
-    return fields is not None and fields is not False
+    return parameters.get("logprobs") not in (None, False)
 
 
 def tensor(
@@ -164,9 +165,8 @@ def tensor(
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
     count = len(values)
-    text_request = InferInput(name, datatype, tuple(shape) or (count,), count)
-    text_request.data = decode(list(values), datatype, count, name)
-    return text_request
+    data = decode(list(values), datatype, count, name)
+    return InferInput(name, datatype, tuple(shape) or (count,), count, data)
 
 
 async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
@@ -224,9 +224,9 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     Raises:
         InvalidArgument: The member is not of this kind.
     """
-    value = body.get(name)
-    if value is None:
+    if name not in body or body[name] is None:
         return default
+    value = body[name]
     if type(value) is not kind:
         nouns = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
         allowed = nouns.get(kind, "a whole number")
@@ -248,17 +248,16 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     model = await generating(gateway, fields)
     variables = {name: fields.pop(name) for name in CONVERSATION & fields.keys()}
     prompt = conversation(fields, variables)
-    limit = next((name for name in _LIMITS if name in fields), "max_tokens")
-    unused_limits = set(_LIMITS) - {limit}
-    if fields.get("top_logprobs") and not wants_logprobs(fields):
+    limits = [name for name in _LIMITS if name in fields] or ["max_tokens"]
+    if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **fields}
-    parameters = {name: value for name, value in parameters.items() if name not in unused_limits}
+    parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **fields}
+    for name in limits[1:]:
+        del parameters[name]
     text_request = _text_request(model, [prompt], parameters)
-    parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
-    return (
-        text_request._replace(details=(*text_request.details, MESSAGE)) if parsed else text_request
-    )
+    if MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables):
+        return text_request._replace(details=(*text_request.details, MESSAGE))
+    return text_request
 
 
 def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
@@ -300,22 +299,25 @@ def _text_request(
         for name, value in parameters.items()
         if name not in ("model", "prompt", "messages", "stream_options")
     }
-    usage = checked(options, "include_usage", bool, False)
+    usage = bool(options) and checked(options, "include_usage", bool, False)
     return TextRequest(model, prompts, fields, samples, stream, usage, _details(fields))
 
 
-def _prompts(model: GatewayModel, fields: Any) -> list[InferInput]:
+def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    tokens = type(fields) is list and fields and all(type(each) is int for each in fields)
-    found = [fields] if tokens or type(fields) is not list else fields
-    if len(found) > _MOST_PROMPTS:
-        raise InvalidArgument(f"prompt: {len(found)} prompts are more than {_MOST_PROMPTS}")
-    text_request = [_prompt(each) for each in found]
-    if not text_request:
+    values = [value] if _are_tokens(value) or type(value) is not list else value
+    if len(values) > _MOST_PROMPTS:
+        raise InvalidArgument(f"prompt: {len(values)} prompts are more than {_MOST_PROMPTS}")
+    if not values:
         raise InvalidArgument("prompt: the list is empty; a prompt is needed")
-    if len(text_request) > 1:
-        _check_capacity(model, len(text_request))
-    return text_request
+    prompts = list(map(_prompt, values))
+    if len(prompts) > 1:
+        _check_capacity(model, len(prompts))
+    return prompts
+
+
+def _are_tokens(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(type(token) is int for token in value)
 
 
 def _engine_settings(model: GatewayModel) -> EngineSettings | None:
@@ -339,13 +341,13 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def _prompt(fields: Any) -> InferInput:
-    if type(fields) is str:
-        return tensor("text_input", "BYTES", [fields])
-    if type(fields) is list and fields and all(type(each) is int for each in fields):
-        return tensor("input_ids", "INT32", fields)
+def _prompt(value: Any) -> InferInput:
+    if type(value) is str:
+        return tensor("text_input", "BYTES", [value])
+    if _are_tokens(value):
+        return tensor("input_ids", "INT32", value)
     raise InvalidArgument(
-        f"prompt: {clip(repr(fields))} is neither a text, tokens, nor a list of one of them"
+        f"prompt: {clip(repr(value))} is neither a text, tokens, nor a list of one of them"
     )
 
 

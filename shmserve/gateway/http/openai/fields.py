@@ -136,16 +136,16 @@ def supported_fields(
             problems += _problem(name, value, refused[name])
         elif name not in _PLAIN:
             unknown[name] = supported | refused.keys() | _PLAIN
-    options = found.get("stream_options")
-    if isinstance(options, dict):
-        for name, value in options.items():
+    if "stream_options" in found and type(found["stream_options"]) is dict:
+        for name, value in found["stream_options"].items():
             allowed = _STREAM_OPTIONS.get(name)
             if allowed is not None and value is not None:
                 problems += _problem(f"stream_options.{name}", value, allowed)
             elif name not in _STREAM_OPTIONS:
                 unknown[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
-    for name, names in unknown.items():
+    for name in unknown:
         if refuse_unknown:
+            names = unknown[name]
             problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
         else:
             warn_once(logger, "field '%s' of OpenAI's API is not known and is ignored", clip(name))

@@ -6,11 +6,10 @@ The response is one JSON object or, with "stream", server-sent events that "[DON
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -60,7 +59,7 @@ class Form(NamedTuple):
     """The differences between completions and chats: prefixes of ids and names of objects."""
 
     prefix: str
-    whole_response: str
+    whole: str
     chunk: str
     chat: bool
 
@@ -137,7 +136,7 @@ CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 @dataclass(slots=True)
 class _Sample:
     text: str = ""
-    finish_reason: str = ""
+    finish_reason: str | None = None
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
     first_logprobs: dict[str, Any] | None = None  # those of the only part
@@ -147,6 +146,8 @@ class _Sample:
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the calls."""
+        if not self.reasoning and not self.calls:
+            return {}
         return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class Choices:
     _reasoning_tokens: int | None = None  # tokens of reasoning
 
     def __post_init__(self) -> None:
-        self._id = f"{self.form.prefix}-{secrets.token_hex(16)}"
+        self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
@@ -207,12 +208,12 @@ class Choices:
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
+        sample.finish_reason = choice["finish_reason"]
         sample.first_logprobs = None if sample.begun else choice["logprobs"]
         if delta.more:
             choice |= self._add_more(sample, delta.more)
         sample.begun = True
         sample.text += delta.text
-        sample.finish_reason = delta.finish_reason
         if content is not None:
             sample.logprobs = (sample.logprobs or []) + content
         if delta.usage is not None:
@@ -243,12 +244,12 @@ class Choices:
                 "index": index,
                 **self.form.content(sample.text, sample.parts()),
                 "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
-                "finish_reason": sample.reason(sample.finish_reason),
+                "finish_reason": sample.finish_reason,
                 **sample.more,
             }
             for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.form.whole_response), **self._prompt}
+        head = {**self._head(self.form.whole), **self._prompt}
         return {**head, "choices": choices, "usage": self.usage()}
 
     def frames(self, parts_of_responses: list[list[dict[str, Any]]]) -> list[bytes]:
@@ -445,15 +446,23 @@ class _Generation:
     def _deltas(self, inferred: Inferred) -> list[Delta]:
         found = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
         texts = found[TEXT]
-        reasons = found.get("finish_reason", [b""] * len(texts))
-        logprobs = found.get("logprobs", [b""] * len(texts))
-        usages = [*found.get("usage", []), *[b""] * len(texts)]
-        indexes = found.get("index", range(len(texts)))
-        loads = partial(map, lambda text: orjson.loads(text) if text else None)
-        columns = (map(bytes.decode, reasons), loads(logprobs), loads(usages[: len(texts)]))
+        absent = [b""] * len(texts)
+        columns = (
+            found.get("index", range(len(texts))),
+            texts,
+            found.get("finish_reason", absent),
+            found.get("logprobs", absent),
+            [*found.get("usage", ()), *absent][: len(texts)],
+        )
         deltas = [
-            Delta(int(index), text.decode(), *rest)
-            for index, text, *rest in zip(indexes, texts, *columns, strict=True)
+            Delta(
+                int(index),
+                text.decode(),
+                reason.decode(),
+                orjson.loads(logprobs) if logprobs else None,
+                orjson.loads(usage) if usage else None,
+            )
+            for index, text, reason, logprobs, usage in zip(*columns, strict=True)
         ]
         return list(self._with_more(deltas, found)) if self._text_request.details else deltas
 

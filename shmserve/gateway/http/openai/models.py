@@ -119,16 +119,16 @@ async def _vectors(
 ) -> list[np.ndarray[Any, Any]]:
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
-    fields = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
-    found = await _infer(gateway, request, model, fields, [embedder.vector], {})
+    text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+    found = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = found[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
-def _texts(fields: Any) -> list[str]:
-    texts = [fields] if type(fields) is str else fields
+def _texts(value: Any) -> list[str]:
+    texts = [value] if type(value) is str else value
     if type(texts) is not list or not texts or any(type(each) is not str for each in texts):
-        raise InvalidArgument(f"input: {clip(repr(fields))} is neither a text nor a list of texts")
+        raise InvalidArgument(f"input: {clip(repr(value))} is neither a text nor a list of texts")
     if len(texts) > _MOST_TEXTS:
         raise InvalidArgument(f"input: {len(texts)} texts are more than {_MOST_TEXTS}")
     return texts
@@ -172,9 +172,9 @@ async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpRe
 
 async def _default(gateway: Gateway, body: dict[str, Any]) -> str:
     """Return the model of a body that names none."""
-    return (
-        "" if "model" in body else only_generative_model(gateway, await unloaded_aliases(gateway))
-    )
+    if "model" in body:
+        return ""
+    return only_generative_model(gateway, await unloaded_aliases(gateway))
 
 
 def _serves(model: GatewayModel) -> bool:
@@ -198,10 +198,8 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     body = await bodies.read(gateway, request)
     fields = supported_fields(body, TOKENIZE, gateway.settings.refuse_unknown_fields)
     model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
-    chat, with_texts = (
-        "messages" in fields,
-        bodies.checked(fields, "return_token_strs", bool, False),
-    )
+    chat = "messages" in fields
+    with_texts = bodies.checked(fields, "return_token_strs", bool, False)
     add_special_tokens = bodies.checked(fields, "add_special_tokens", bool, not chat)
     if chat and "prompt" in fields:
         raise InvalidArgument("prompt: either a prompt or messages are needed, and not both")
@@ -251,7 +249,7 @@ async def _converted(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
-    fields: InferInput,
+    infer_input: InferInput,
     parameters: dict[str, Any],
     outputs: tuple[str, ...],
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -263,14 +261,14 @@ async def _converted(
     if not model.converts:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
-    return await _infer(gateway, request, model, fields, outputs, parameters)
+    return await _infer(gateway, request, model, infer_input, outputs, parameters)
 
 
 async def _infer(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
-    fields: InferInput,
+    infer_input: InferInput,
     outputs: Sequence[str],
     parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -281,7 +279,7 @@ async def _infer(
     """
     requested_outputs = [InferOutput(name, binary=True) for name in outputs]
     infer_request = InferRequest(
-        "", [fields], requested_outputs, binary=True, parameters=parameters
+        "", [infer_input], requested_outputs, binary=True, parameters=parameters
     )
     built = build(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built, time.monotonic_ns())

@@ -93,16 +93,16 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
             reason = _REASONS.get(name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}")
             raise InvalidArgument(f"{name}: {clip(repr(given))}: {reason}")
     reasoning = bodies.checked(body, "reasoning", dict, {})
-    messages = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
-    messages["messages"] = _messages(body)
-    messages["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
-    messages["tool_choice"] = _choice(body.get("tool_choice"))
-    messages["reasoning_effort"] = reasoning.get("effort")
+    chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
+    chat["messages"] = _messages(body)
+    chat["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
+    chat["tool_choice"] = _choice(body.get("tool_choice"))
+    chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.checked(body, "text", dict, {})
-    messages |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
+    chat |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
     if _LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
-        messages["logprobs"] = True
-    return messages
+        chat["logprobs"] = True
+    return chat
 
 
 def _tool(index: int, given: Any) -> dict[str, Any]:
@@ -194,9 +194,8 @@ def _content(given: Any, position: str) -> Any:
 
 # --- responses
 
-_recent_items: OrderedDict[str, dict[str, Any]] = (
-    OrderedDict()
-)  # the items of recent responses by id
+# The items of recent responses by their ids.
+_recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MOST_RECENT = 1024
 _LONGEST_RECENT = 1 << 16  # characters
 
@@ -340,9 +339,8 @@ class ResponseObject:
         events = [] if self._count else self._begin()
         events += self._close()
         response = self.whole_response()
-        return self.frames(
-            [[[*events, self._event(f"response.{response['status']}", response=response)]]]
-        )
+        last = self._event(f"response.{response['status']}", response=response)
+        return self.frames([[[*events, last]]])
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails."""
