@@ -74,9 +74,9 @@ async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: i
     ends = time.monotonic() + min(limits, default=0) / 1e6
     # The versions are known once the model is loaded. It may be unloaded in the meantime.
     attempts = 0
-    while awaits_load(gateway, name, version) and (
-        not attempts or not gateway.models.versions(name)
-    ):
+    while awaits_load(gateway, name, version):
+        if attempts and gateway.models.versions(name):
+            break
         attempts += 1
         limit_s = max(1e-6, ends - time.monotonic()) if limits else 0.0
         await gateway.supervisor.ask(WantModel, name, limit_s)

@@ -414,7 +414,7 @@ async def _receive(
         if arriving.built.regions:
             # A client must not hold regions of another user while its body arrives.
             authorise(arriving.built.regions, request.connection.client.peer())
-        with body.arrival.keeping(arriving.release):
+        with body.arrival.registered_block(arriving.release):
             if not await body.read_tensors(arriving, start[size:]):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:

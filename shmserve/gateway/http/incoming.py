@@ -88,9 +88,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._parsing = True  # False behind an error
         self._head: bytes | None = None  # the received part of a first or next head, if known
         self._ends_request = False  # The received bytes end with a head or with chunks.
-        self._conflicting_head = (
-            b""  # the incomplete head of a chunked request with a Content-Length
-        )
+        # The incomplete head of a chunked request with a Content-Length.
+        self._conflicting_head = b""
         self.closes_next = False  # The connection ends with the next request.
         # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
@@ -230,11 +229,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             return
         rest = b""
         if self._conflicting_head:
-            data, self._conflicting_head, is_between_requests = (
-                self._conflicting_head + data,
-                b"",
-                True,
-            )
+            data, self._conflicting_head = self._conflicting_head + data, b""
+            is_between_requests = True
             self._parser = self._new_parser()
         if self._ends_request and not (self._busy or self._messages):
             self._head = b""

@@ -21,7 +21,7 @@ def published(**others: Any) -> Any:
     return publication({**SIMPLE, **others}, MagicMock(endpoint="ipc:///nowhere"))
 
 
-def test_what_was_resolved_is_current_until_it_is_replaced_or_withdrawn() -> None:
+def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None:
     models = ModelTable(MagicMock())
     models.publish(published())
     resolved = models.resolve("simple", "")
@@ -39,7 +39,7 @@ def test_what_was_resolved_is_current_until_it_is_replaced_or_withdrawn() -> Non
             models.current(each)
 
 
-def test_names_of_models_that_were_withdrawn_are_forgotten() -> None:
+def test_the_number_of_withdrawn_names_is_bounded() -> None:
     models = ModelTable(MagicMock())
     for number in range(5_000):
         models.withdraw(f"m{number}", "1")

@@ -72,7 +72,7 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
 
 
-def test_a_chat_says_its_role_once() -> None:
+def test_the_role_is_only_in_the_first_chunk() -> None:
     choices = Choices(CHAT, "m", 2)
     deltas = [
         choices.add(0, Delta(sample, text, over))["delta"]

@@ -270,7 +270,7 @@ class GrpcCall(ABC):
         if assembly.sink is None:
             arriving.reserve(received)
         else:
-            arriving.keep(assembly.sink.drop)
+            arriving.register_block(assembly.sink.drop)
         self._enlarge_window(assembly)
 
     def _enlarge_window(self, assembly: Assembly) -> None:
