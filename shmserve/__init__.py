@@ -58,7 +58,7 @@ def __dir__() -> list[str]:
 # load_planner.py reads folder and configuration. model_version.py starts scheduler_process.py and
 # instance_processes.py.
 #
-# Recovery: supervisor/processes/table.py detects the exit of a worker. instance_processes.py
+# Recovery: supervisor/processes/children.py detects the exit of a worker. instance_processes.py
 # notifies its scheduler and restarts the worker with backoff. scheduler/instances/results.py
 # decides which of its requests are retried, one by one, and which fail. model_version.py handles
 # the exit of a scheduler.

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shmserve.config.options import Flag, read
+from shmserve.config.flags import Flag, read
 from shmserve.errors import refused
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from shmserve.config import server
 from shmserve.config.command_line import Parsed
 from shmserve.supervisor.checks import OK, WARNING, WRONG, Verdict, table
-from shmserve.supervisor.checks.places import gather_peer, judge_peer
+from shmserve.supervisor.checks.access import gather_peer, judge_peer
 
 _WIDTH = 80
 _CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")  # where a fix may be broken, outside commands

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import shmserve
-from shmserve.config.options import GROUPS, IDLE, Flag
+from shmserve.config.flags import GROUPS, IDLE, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"

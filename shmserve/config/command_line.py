@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from shmserve.config.options import ACTED_ON, FLAGS, Flag, Value, named
+from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, named
 from shmserve.errors import Collected, InvalidArgument, Problems, clip, nearest, refused
 
 _NULL = "tag:yaml.org,2002:null"

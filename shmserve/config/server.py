@@ -17,12 +17,11 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
-from shmserve.common.model_names import CLASS_IN_FILE, is_inline
+from shmserve.common.names import CLASS_IN_FILE, is_inline
 from shmserve.common.peers import NO_GROUP, ShmPolicy
-from shmserve.common.tls import Tls, check_file
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config.command_line import Parsed
-from shmserve.config.flag_values import (
+from shmserve.config.flags import (
     MetricsConfig,
     Resources,
     cache_byte_size,
@@ -35,7 +34,7 @@ from shmserve.config.flag_values import (
     workspace_byte_sizes,
 )
 from shmserve.errors import Collected, InvalidArgument, Problems, refused
-from shmserve.gateway.settings import GrpcSettings
+from shmserve.gateway.settings import GrpcSettings, Tls, check_file
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 

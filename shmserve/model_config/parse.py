@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.duplicate_keys import members
+from shmserve.common.names import members
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_settings import (
     MAX_INSTANCES,

@@ -2,3 +2,50 @@
 
 After an edit of a .proto: `python -m shmserve.proto.compile` (needs grpcio-tools).
 """
+
+from __future__ import annotations
+
+import base64
+import importlib
+import zlib
+from pathlib import PurePath
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+_POOL = descriptor_pool.DescriptorPool()
+
+
+def encode(file_descriptor: bytes) -> str:
+    """Return a serialized FileDescriptorProto in the text form that `load` accepts."""
+    return base64.b64encode(zlib.compress(file_descriptor, 9)).decode("ascii")
+
+
+def load(encoded: str) -> dict[str, Any]:
+    """Return a file's message classes, enums and enum values by name, and its `DESCRIPTOR`."""
+    serialized = zlib.decompress(base64.b64decode(encoded))
+    described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+    for imported in described.dependency:
+        importlib.import_module(f"shmserve.proto.{PurePath(imported).stem}_pb2")
+    _POOL.AddSerializedFile(serialized)
+    file = _POOL.FindFileByName(described.name)
+    found: dict[str, Any] = {"DESCRIPTOR": file}
+    for message in file.message_types_by_name.values():
+        found[message.name] = _message_class(message)
+    for enum in file.enum_types_by_name.values():
+        found[enum.name] = EnumTypeWrapper(enum)
+        found.update({value.name: value.number for value in enum.values})
+    return found
+
+
+def _message_class(descriptor: Any) -> Any:
+    made: Any = message_factory.GetMessageClass(descriptor)
+    # protobuf's C runtime shows nested types as attributes by itself, its pure Python one does not.
+    for nested in descriptor.nested_types:
+        if not hasattr(made, nested.name):
+            setattr(made, nested.name, _message_class(nested))
+    for enum in descriptor.enum_types:
+        if not hasattr(made, enum.name):
+            setattr(made, enum.name, EnumTypeWrapper(enum))
+    return made

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from google.protobuf import descriptor_pb2
 
-from shmserve.proto.loader import encode
+from shmserve.proto import encode
 
 _HERE = Path(__file__).resolve().parent
 
 _MODULE = '''"""Generated from {name}.proto by `python -m shmserve.proto.compile`."""
 
-from shmserve.proto.loader import load
+from shmserve.proto import load
 
 globals().update(
     load(

@@ -1,6 +1,6 @@
 """Generated from model_config.proto by `python -m shmserve.proto.compile`."""
 
-from shmserve.proto.loader import load
+from shmserve.proto import load
 
 globals().update(
     load(

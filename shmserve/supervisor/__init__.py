@@ -1,14 +1,14 @@
 """The supervisor, the process of the control plane, which owns all other processes.
 
-Its rooms:
+Start reading at `main.py:serve`; `models/` has the path of a model load:
 
     main.py             `shmserve serve`: composition of a server
-    supervisor.py       its life: start, serve, drain, stop
+    supervisor.py       the life cycle of a server: start, serve, drain, stop
     context.py          the objects that all parts share
     kept.py             permanent processes: gateways, and workspace holders of CUDA devices
     control_api.py      requests of gateways and models: load, register, log settings
-    reload.py           SIGHUP: settings that may change, and the repositories, are read again
-    handover.py         takeover by a successor while both servers run
+    reload.py           changes on disk: SIGHUP for settings, the poller for repositories
+    handover.py         the handover to a successor while both servers run
     health.py           liveness, readiness, and the service manager's watchdog
     processes/          the process table, zygotes, the control socket, scheduler hosts
     models/             loading, versions, publications, the repository index

@@ -20,8 +20,9 @@ from shmserve.ipc.messages.publications import (
     ReadinessChanged,
 )
 from shmserve.logs import LogSettings
-from shmserve.supervisor.events.feed import EventPublisher
+from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.processes.children import Child, Zygote
 from shmserve.supervisor.processes.control_socket import (
     Address,
     ControlSocket,
@@ -29,8 +30,6 @@ from shmserve.supervisor.processes.control_socket import (
     TraceControl,
 )
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 

@@ -19,11 +19,11 @@ from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.supervision import LoadsFailed, Ping
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.local_clients.memory import LocalMemory
+from shmserve.supervisor.local_clients.server import LocalMemory
 from shmserve.supervisor.models.manager import Publications
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.children import ProcessTable
 from shmserve.supervisor.processes.control_socket import ControlSocket
-from shmserve.supervisor.processes.table import ProcessTable
 from shmserve.supervisor.regions.region import OpenRegion
 from shmserve.supervisor.regions.registry import RegionRegistry
 

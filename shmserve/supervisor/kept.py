@@ -28,7 +28,7 @@ from shmserve.ipc.messages.supervision import WorkspaceAllocated, WorkspaceStart
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.processes.table import Child, RestartBackoff
+from shmserve.supervisor.processes.children import Child, RestartBackoff
 from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from shmserve.ipc.messages.control_requests import AskTicket, CheckHolders, Tick
 from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
 from shmserve.ipc.processes import marked, name_process, with_large_copies
 from shmserve.supervisor.checks import table
-from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory
+from shmserve.supervisor.checks.access import configured_run_directory, tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
-from shmserve.supervisor.events.feed import EventFeed, EventPublisher
+from shmserve.supervisor.events import EventFeed, EventPublisher
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
@@ -40,21 +40,18 @@ from shmserve.supervisor.host.service_manager import (
     progress_line,
 )
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
-from shmserve.supervisor.local_clients.memory import LocalMemory
-from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
-from shmserve.supervisor.models.repository_poller import RepositoryPoller
+from shmserve.supervisor.processes.children import Child, ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote, worker_preloads
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
-from shmserve.supervisor.reload import Reload
+from shmserve.supervisor.reload import Reload, RepositoryPoller
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
@@ -88,7 +85,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     fd_limits.raise_limit()
     table.look_at_start(config)
     faulthandler.enable()  # prints the stack when it crashes or a service manager aborts it
-    offer = Offer.of(wanted_run_directory(config)) if config.take_over else None
+    offer = Offer.of(configured_run_directory(config)) if config.take_over else None
     listeners = Listeners(offer)
     try:
         _listen(config, listeners)
@@ -102,7 +99,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
 def _run_directory(config: ServerConfig) -> RunDirectory:
     chosen, group = config.run_dir, config.shm.group
     if config.take_over:
-        return RunDirectory.inside(wanted_run_directory(config), group)
+        return RunDirectory.inside(configured_run_directory(config), group)
     return RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
 
 

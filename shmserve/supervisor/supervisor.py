@@ -15,12 +15,12 @@ import time
 from dataclasses import dataclass, field
 
 from shmserve.common.tasks import end_all
-from shmserve.config.options import FLAGS, IDLE_BACKEND_SETTINGS
+from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.events.feed import EventFeed
+from shmserve.supervisor.events import EventFeed
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Watchdog, announce
 from shmserve.supervisor.host.console import (
@@ -32,14 +32,13 @@ from shmserve.supervisor.host.console import (
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
 from shmserve.supervisor.kept import GRPC, Gateways, WorkspaceHolders
-from shmserve.supervisor.local_clients.memory import LocalMemory
+from shmserve.supervisor.local_clients.server import LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
-from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.children import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
-from shmserve.supervisor.reload import Reload
+from shmserve.supervisor.reload import Reload, RepositoryPoller
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ from shmserve.ipc.messages.supervision import SchedulerStart, decode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.feed import EventPublisher
+from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
     Address,
@@ -29,7 +30,6 @@ from shmserve.supervisor.processes.control_socket import (
     pid_of,
 )
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import shmserve
-from shmserve.common.model_names import check_model_name, is_traversal
+from shmserve.common.names import check_model_name, is_traversal
 from shmserve.common.trace_settings import read_changes
 from shmserve.errors import (
     InvalidArgument,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shmserve.common.duplicate_keys import members
+from shmserve.common.names import members
 from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.ipc.model_settings import (

@@ -3,7 +3,7 @@
     table.py    the checks in their order, and how they run
     host.py     installed software, limits of processes, processors, user, clock
     memory.py   /dev/shm, memory limits, accelerators, and whether processes can share their memory
-    places.py   run directory, ports, model repositories, and whether another process can reach them
+    access.py   run directory, ports, model repositories, and whether another process can reach them
 
 A check has two functions: `gather` collects facts, and the pure `judge` returns a verdict.
 """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.checks import OK, WRONG, Verdict, host, memory, places, warning
+from shmserve.supervisor.checks import OK, WRONG, Verdict, access, host, memory, warning
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ CHECKS: tuple[HostCheck, ...] = (
     HostCheck("user", host.gather_user, host.judge_user, "tell"),
     HostCheck("debuggers", host.gather_tracing, host.judge_tracing),
     HostCheck("clock", host.gather_clock, host.judge_clock),
-    HostCheck("run directory", places.gather_run_directory, places.judge_run_directory),
-    HostCheck("ports", places.gather_ports, places.judge_ports),
-    HostCheck("models", places.gather_repositories, places.judge_repositories),
+    HostCheck("run directory", access.gather_run_directory, access.judge_run_directory),
+    HostCheck("ports", access.gather_ports, access.judge_ports),
+    HostCheck("models", access.gather_repositories, access.judge_repositories),
     HostCheck("systemd units", host.gather_units, host.judge_units),
 )
 

@@ -1,1 +1,267 @@
 """The event stream: a publish/subscribe feed of what happens in the server, over ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import zmq
+
+from shmserve.ipc.messages.publications import (
+    COUNTERS,
+    RECENT,
+    SEQUENCES,
+    SNAPSHOT,
+    TOPICS,
+    EventHeader,
+    ModelChanged,
+    ModelCounted,
+    ProcessStarted,
+    SequenceReached,
+)
+from shmserve.ipc.transport.frames import pack
+from shmserve.supervisor.processes.children import Child
+from shmserve.supervisor.regions.region import OpenRegion
+
+logger = logging.getLogger(__name__)
+
+_MOST_RECENT = 50  # events of each topic that are kept
+MOST_QUEUED = 1000  # messages for each subscriber: later ones are lost
+_LONGEST_MESSAGE = 256  # bytes: subscribers send nothing but topics
+
+
+class Subscriptions:
+    """The set of subscribed topic prefixes, as XPUB reports them (pure)."""
+
+    def __init__(self) -> None:
+        self._prefixes: set[bytes] = set()
+
+    def update(self, frame: bytes) -> tuple[str, bool] | None:
+        """Apply a subscriber's message.
+
+        Returns:
+            The prefix and whether it is subscribed now, or None if this is no subscription.
+        """
+        if frame[:1] not in (b"\0", b"\1"):
+            return None
+        prefix, wanted = frame[1:], frame[:1] == b"\1"
+        if wanted:
+            self._prefixes.add(prefix)
+        else:
+            self._prefixes.discard(prefix)
+        return prefix.decode("utf-8", "replace"), wanted
+
+    def follow(self, topic: str) -> bool:
+        """Return whether an event on this topic has a subscriber."""
+        return any(topic.encode().startswith(prefix) for prefix in self._prefixes)
+
+
+class Xpub:
+    """A ZeroMQ XPUB socket on the event loop, at ipc://PATH, for programs of this user.
+
+    `on_message` is called with each message of a subscriber. The process must not fork after the
+    socket is created, since a child would not have the threads of libzmq.
+
+    Raises:
+        OSError: The socket cannot be created.
+    """
+
+    def __init__(self, endpoint: str, on_message: Callable[[bytes], None]) -> None:
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        try:
+            self._context.set(zmq.MAX_SOCKETS, 4)
+            self._socket = self._context.socket(zmq.XPUB)
+            self._socket.set(zmq.LINGER, 0)
+            self._socket.set(zmq.SNDHWM, MOST_QUEUED)
+            self._socket.set(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
+            self._socket.bind(endpoint)
+            os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from None
+        self._fd = self._socket.fileno()
+        self._loop.add_reader(self._fd, self._take)
+
+    def send(self, topic: bytes, frame: bytes) -> None:
+        """Send a message to each subscriber of the topic whose queue is not full."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([topic, frame], zmq.NOBLOCK)
+        # The descriptor is edge-triggered, and sending may have consumed the edge.
+        if self._readable():
+            self._loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        while not self._socket.closed and self._readable():
+            self._on_message(self._socket.recv(zmq.NOBLOCK))
+
+    def _readable(self) -> bool:
+        events = self._socket.get(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Disconnect all subscribers."""
+        self._loop.remove_reader(self._fd)
+        self._context.destroy(linger=0)
+
+
+class EventPublisher:
+    """The sender of events. Before `open` and after `close` it has no subscribers."""
+
+    def __init__(self) -> None:
+        self._subscriptions = Subscriptions()
+        self._sequences: Counter[str] = Counter()
+        # By topic, so that frequent events of regions do not evict the other topics' events.
+        self._recent: dict[str, deque[tuple[int, Any]]] = {}
+        self._socket: Xpub | None = None
+
+    def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
+        """Bind to ipc://PATH. An error is logged and disables only the events.
+
+        `on_subscription(prefix, wanted)` is called for the first subscription of a prefix, and when
+        the last one ends.
+        """
+
+        def updated(frame: bytes) -> None:
+            subscription = self._subscriptions.update(frame)
+            if subscription is not None:
+                on_subscription(*subscription)
+
+        try:
+            self._socket = Xpub(endpoint, updated)
+        except OSError as error:
+            logger.error("no events can be listened to: %s", error)
+
+    def is_followed(self, topic: str) -> bool:
+        """Return whether a topic has a subscriber."""
+        return self._socket is not None and self._subscriptions.follow(topic)
+
+    def publish(self, event: Any) -> None:
+        """Send an event to the subscribers of its topic, and keep it unless it has counters."""
+        topic = TOPICS[type(event)]
+        if topic != COUNTERS:
+            recent = self._recent.setdefault(topic, deque(maxlen=_MOST_RECENT))
+            recent.append((time.time_ns(), event))
+        if self.is_followed(topic):
+            self._sequences[topic] += 1
+            self._send(topic, self._sequences[topic], (event,))
+
+    def respond(self, topic: str, events: Iterable[Any]) -> None:
+        """Send a snapshot on the topic of the subscriber that requested it."""
+        assert topic.startswith(SNAPSHOT)
+        self._send(topic, 0, events)
+
+    def repeat(self, topic: str) -> None:
+        """Send the latest events again, in order, on the topic of the subscriber."""
+        assert topic.startswith(RECENT)
+        recent = sorted(chain(*self._recent.values()), key=itemgetter(0))
+        for time_ns, event in recent:
+            self._send(topic, 0, (event,), time_ns)
+
+    def number(self, topic: str) -> None:
+        """Send the sequence number of each topic on the topic of the subscriber."""
+        assert topic.startswith(SEQUENCES)
+        topics = sorted(set(TOPICS.values()))
+        self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
+
+    def _send(
+        self, topic: str, sequence: int, events: Iterable[Any], time_ns: int | None = None
+    ) -> None:
+        if self._socket is not None:
+            header = EventHeader(sequence, time_ns or time.time_ns())
+            self._socket.send(topic.encode(), pack((header, *events)))
+
+    def close(self) -> None:
+        """Disconnect all subscribers."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+_COUNTERS_EVERY_S = 1.0
+
+# (state, reason) of (name, version)
+States = Mapping[tuple[str, str], tuple[str, str]]
+
+
+@dataclass(slots=True, eq=False)
+class EventFeed:
+    """The source of derived events, which reads the server's state by callbacks.
+
+    `_count()` requests the publication of every model's counters.
+    """
+
+    _publisher: EventPublisher
+    _models: Callable[[], States]
+    _processes: Callable[[], list[Child]]
+    _regions: Callable[[], list[OpenRegion]]
+    _health: Callable[[], Any]
+    _count: Callable[[], None]
+    _known: States = field(init=False, default_factory=dict)
+    _timer: asyncio.TimerHandle | None = None
+
+    def subscribed(self, prefix: str, wanted: bool) -> None:
+        """Respond to a new subscription to `prefix`, or process its end (not `wanted`)."""
+        if wanted and prefix.startswith(SNAPSHOT):
+            self._publisher.respond(prefix, self.snapshot())
+        if wanted and prefix.startswith(SEQUENCES):
+            self._publisher.number(prefix)
+        if wanted and prefix.startswith(RECENT):
+            self._publisher.repeat(prefix)
+        if self._timer is None:
+            self._tick()
+
+    def models_changed(self) -> None:
+        """Publish the changes of models' states since the last call."""
+        before, self._known = self._known, self._models()
+        for event in changes(before, self._known):
+            self._publisher.publish(event)
+
+    def snapshot(self) -> Iterator[Any]:
+        """Yield the server's state as events."""
+        yield self._health()
+        yield from changes({}, self._models())
+        for child in self._processes():
+            yield ProcessStarted(child.pid, child.title)
+        for region in self._regions():
+            yield region.registered()
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._publisher.is_followed(COUNTERS):
+            self._count()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)
+
+
+def changes(before: States, after: States) -> Iterator[ModelChanged]:
+    """Yield the differences of two snapshots of the models' states as events."""
+    for name, version in before.keys() - after.keys():
+        yield ModelChanged(name, version, "", "")
+    for (name, version), state in after.items():
+        if before.get((name, version)) != state:
+            yield ModelChanged(name, version, *state)
+
+
+_COUNTED = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
+_DURATIONS = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
+
+
+def counted(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
+    """Return the event for a scheduler's snapshot. Durations are sums over all requests in ns."""
+    counters = {
+        **{name: statistics[name] for name in _COUNTED},
+        "request_ns": statistics["success_ns"],
+        **{name: statistics[name] for name in _DURATIONS},
+    }
+    return ModelCounted(name, version, counters)

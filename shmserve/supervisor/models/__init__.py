@@ -15,7 +15,7 @@ A load passes through these modules:
 
 Orders also come from these modules:
 
-    repository_poller.py   loads and unloads models as the repositories change
+    ../reload.py           loads and unloads models as the repositories change
     on_demand.py           loads models by their first request, and unloads them to free memory
     autoscaler.py          changes the number of instances with the load
 """

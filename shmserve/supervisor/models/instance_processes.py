@@ -43,7 +43,7 @@ from shmserve.supervisor.models.instances import (
     watched,
 )
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.children import Child
 
 logger = logging.getLogger(__name__)
 

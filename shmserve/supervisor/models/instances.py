@@ -24,7 +24,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.model_settings import MAX_INSTANCES, MIN_INSTANCES, instance_bound
 from shmserve.ipc.model_spec import ModelSpec, RateLimit
 from shmserve.supervisor.models.repository import ReadConfig
-from shmserve.supervisor.processes.table import Child, RestartBackoff
+from shmserve.supervisor.processes.children import Child, RestartBackoff
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from google.protobuf import text_format
 
 from shmserve import model_config
 from shmserve.common.host import Accelerators
-from shmserve.common.model_names import check_model_name
+from shmserve.common.names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints

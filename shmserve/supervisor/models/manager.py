@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
-from shmserve.common.model_names import check_model_name, is_traversal
+from shmserve.common.names import check_model_name, is_traversal
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,

@@ -26,8 +26,8 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_of
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
+from shmserve.supervisor.processes.children import RestartBackoff
 from shmserve.supervisor.processes.scheduler_hosts import Group
-from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry, Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.processes.table import RestartBackoff
+from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.feed import counted
+from shmserve.supervisor.events import counted
 from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
 from shmserve.supervisor.resources.rate_limiter import Needs

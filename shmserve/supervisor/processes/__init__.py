@@ -1,1 +1,7 @@
-"""Process management: the process table, zygotes, the control socket, restart backoff."""
+"""Processes: children and their zygotes, the control socket, and hosts of schedulers.
+
+children.py          the children, the client of the zygotes, restart backoff: start reading here
+zygote.py            the process that forks children
+control_socket.py    messages between the supervisor and its processes
+scheduler_hosts.py   the processes that host schedulers
+"""

@@ -16,9 +16,8 @@ from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
+from shmserve.supervisor.processes.children import Child, Zygote
 from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, SchedulerAddress
-from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.processes.zygote_client import Zygote
 
 _ENTRY = "shmserve.scheduler.hosting.host:run"
 STOP_PATIENCE_S = 5.0

@@ -8,7 +8,7 @@
     or [number, -errno] from the zygote, if there are no resources for another process.
 
 A zygote also forks a spare zygote with all imports done. The spare takes over when the zygote dies
-(`zygote_client.py`), so that torch is not imported again.
+(`children.py`), so that torch is not imported again.
 
 The double fork makes the supervisor the parent of B. The supervisor reaps B and detects that B is
 stopped, and B dies with the supervisor, independently of the zygote. A zygote has no threads and

@@ -5,7 +5,7 @@ from tests.support.servers import run_python
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _LATE = """
 import asyncio, logging, os, signal, time
-from shmserve.supervisor.processes.table import STOPPED_LIMIT_S, ProcessTable
+from shmserve.supervisor.processes.children import STOPPED_LIMIT_S, ProcessTable
 
 async def main():
     children = ProcessTable()
@@ -26,7 +26,7 @@ asyncio.run(main())
 
 _TROUBLE = """
 import asyncio, logging, os, sys, time
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.children import ProcessTable
 
 async def main():
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -47,7 +47,7 @@ asyncio.run(main())
 # The shell is what stands between a zygote that died and what it was to start; one is known.
 _BETWEEN = """
 import asyncio, os, select, signal
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.children import ProcessTable
 
 async def main():
     children = ProcessTable()
@@ -73,7 +73,7 @@ asyncio.run(main())
 _SHARED = """
 import asyncio, os, sys
 from shmserve.ipc import processes
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.children import ProcessTable
 
 model = '''
 from multiprocessing import get_context

@@ -14,7 +14,7 @@ import shmserve.client
 from shmserve.client.events import EventReader
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.publications import ProcessStarted
-from shmserve.supervisor.checks.places import server_pid
+from shmserve.supervisor.checks.access import server_pid
 from shmserve.supervisor.host.handover_link import Offer
 from tests.rigs.service_manager import managed
 from tests.support import repositories

@@ -33,7 +33,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inference
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.instances import Instance, model_frame, stacks_of
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.children import Child
 from tests.rigs.arrivals import arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor

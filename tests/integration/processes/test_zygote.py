@@ -16,15 +16,15 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import zygote
-from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.processes.children import Zygote
 from tests.support.servers import ROOT, run_python
 
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _CROWD = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
-from shmserve.supervisor.processes.table import ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.processes.children import ProcessTable
+from shmserve.supervisor.processes.children import Zygote
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
 
@@ -63,7 +63,7 @@ asyncio.run(main())
 # Its parent hears of its end before it hears of its start, as when both come at once.
 _SHORT_LIVED = """
 import asyncio, os
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.children import ProcessTable
 
 async def main():
     entered = []
@@ -86,8 +86,8 @@ import asyncio, os, sys
 from pathlib import Path
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.table import ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.processes.children import ProcessTable
+from shmserve.supervisor.processes.children import Zygote
 
 async def main():
     children = ProcessTable()
@@ -116,8 +116,8 @@ _KILLED = """
 import asyncio, os, sys
 from pathlib import Path
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.table import ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.processes.children import ProcessTable
+from shmserve.supervisor.processes.children import Zygote
 
 async def main():
     children = ProcessTable()

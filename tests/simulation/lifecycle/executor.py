@@ -13,7 +13,7 @@ from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.feed import EventPublisher
+from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
 from shmserve.supervisor.models.manager import LifecycleExecutor, Publications
 from shmserve.supervisor.models.model_version import ModelVersion

@@ -13,8 +13,8 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.messages.supervision import SchedulerStart, WorkerStart, decode_start
 from shmserve.supervisor.models.instances import Instance
+from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
-from shmserve.supervisor.processes.table import Child
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
 from tests.simulation.lifecycle.starts import Starts
 from tests.simulation.world import MS, SECOND, US, World

@@ -12,7 +12,7 @@ import shmserve.client
 from shmserve import cli
 from shmserve.cli import guide
 from shmserve.client import aio
-from shmserve.config.options import FLAGS
+from shmserve.config.flags import FLAGS
 
 FOLDER = Path(__file__).resolve().parents[3] / "shmserve"
 

@@ -38,8 +38,7 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.hosting.local_clients import LocalClientListener
-from shmserve.supervisor.local_clients.memory import LocalMemory
-from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.duplicate_keys import DoubledName, members
+from shmserve.common.names import DoubledName, members
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import parser
 from shmserve.gateway.http.json.parser import loads, loads_large

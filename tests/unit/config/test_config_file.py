@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shmserve import cli
-from shmserve.config import command_line, options, server
+from shmserve.config import command_line, flags, server
 from shmserve.errors import InvalidArgument
 
 
@@ -16,9 +16,9 @@ def read(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
     return command_line.parse([f"--config={file}", *arguments])
 
 
-@pytest.mark.parametrize("name", sorted(set(options.FLAGS) - {"config"}))
+@pytest.mark.parametrize("name", sorted(set(flags.FLAGS) - {"config"}))
 def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name: str) -> None:
-    flag = options.FLAGS[name]
+    flag = flags.FLAGS[name]
     text = {bool: "true", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
     value = flag.choices[-1] if flag.choices else text
     written = f'"{value}"' if flag.kind is str else value

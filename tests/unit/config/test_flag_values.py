@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.config import command_line, server
-from shmserve.config.flag_values import cache_byte_size, parse_resources
+from shmserve.config.flags import cache_byte_size, parse_resources
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.settings import GrpcSettings
 

@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve import cli
-from shmserve.config import command_line, options, server
-from shmserve.config.flag_values import MetricsConfig
-from shmserve.config.options import Flag
+from shmserve.config import command_line, flags, server
+from shmserve.config.flags import Flag, MetricsConfig
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
 ROOT = Path(__file__).resolve().parents[3]
-ANY_FLAG = st.sampled_from(sorted(options.FLAGS))
+ANY_FLAG = st.sampled_from(sorted(flags.FLAGS))
 
 
 def settings(*arguments: str, **environment: str) -> server.ServerConfig:
@@ -58,13 +57,13 @@ def test_defaults_are_tritons_or_safe() -> None:
     assert found.without_effect == ()
 
 
-@pytest.mark.parametrize("name", sorted(options.FLAGS))
+@pytest.mark.parametrize("name", sorted(flags.FLAGS))
 def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
-    value = a_value(options.FLAGS[name])
+    value = a_value(flags.FLAGS[name])
     joined = command_line.parse([f"--{name}={value}", "folder"])
     assert joined == command_line.parse([f"--{name}", value, "folder"])
     assert joined.positional == ["folder"]
-    assert joined.without_effect == ([] if options.FLAGS[name].effect else [name])
+    assert joined.without_effect == ([] if flags.FLAGS[name].effect else [name])
 
 
 def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
@@ -151,15 +150,15 @@ TRITONS = """
 def test_the_flags_of_tritonserver_are_all_known() -> None:
     """Each in both spellings; those that nothing is done about say what there is instead."""
     known = TRITONS.split()
-    assert set(known) <= set(options.FLAGS)
-    idle = [name for name in known if not options.FLAGS[name].effect]
-    words = {name: "true" if options.FLAGS[name].kind is bool else "x" for name in idle}
+    assert set(known) <= set(flags.FLAGS)
+    idle = [name for name in known if not flags.FLAGS[name].effect]
+    words = {name: "true" if flags.FLAGS[name].kind is bool else "x" for name in idle}
     for arguments in (
         [f"--{name}={word}" for name, word in words.items()],
         [part for name, word in words.items() for part in (f"--{name}", word)],
     ):
         assert settings(*arguments).without_effect == tuple(idle)
-    assert all(options.FLAGS[name].help for name in known)
+    assert all(flags.FLAGS[name].help for name in known)
     assert len(idle) >= 30
 
 
@@ -311,7 +310,7 @@ def test_the_environment() -> None:
 
 @given(ANY_FLAG, st.text(max_size=200))
 def test_any_value_is_taken_or_refused_by_name(name: str, text: str) -> None:
-    flag = options.FLAGS[name]
+    flag = flags.FLAGS[name]
     try:
         value = flag.parse(text)
     except InvalidArgument as error:
@@ -333,7 +332,7 @@ def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
 def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(options.FLAGS) - {"model-store"}
+    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(flags.FLAGS) - {"model-store"}
     assert max(map(len, shown.splitlines())) <= 100
 
 

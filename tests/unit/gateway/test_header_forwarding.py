@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmserve.config.flag_values import header_pattern
+from shmserve.config.flags import header_pattern
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.request import forwarded_headers
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.tls import Tls
-from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings, Tls
 from shmserve.ipc.messages.supervision import (
     HostStart,
     SchedulerStart,

@@ -27,8 +27,7 @@ from shmserve.model_config import (
     validate,
 )
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
-from shmserve.proto import model_config_pb2
-from shmserve.proto.loader import load
+from shmserve.proto import load, model_config_pb2
 from shmserve.supervisor.models.model_version import describe
 
 DATA = Path(__file__).with_name("data")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shmserve import cli
-from shmserve.config.options import FLAGS
+from shmserve.config.flags import FLAGS
 from shmserve.model_config import normalise, read_pbtxt, validate
 from tests.support.pages import GUIDE, PAGES, Block, blocks
 

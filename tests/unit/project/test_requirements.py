@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp.http_parser import HttpRequestParser, HttpRequestParserPy
 
-from shmserve.common.model_names import check_model_name
+from shmserve.common.names import check_model_name
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.parser import JsonFault

@@ -25,7 +25,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.unions import ServerEvent
 from shmserve.supervisor import events as events_package
-from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
+from shmserve.supervisor.events import EventFeed, EventPublisher, Subscriptions, changes
 from tests.support.waiting import until_async
 
 STARTED = m.ProcessStarted(7, "worker simple.0 cpu")

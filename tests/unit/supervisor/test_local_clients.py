@@ -25,8 +25,11 @@ from shmserve.ipc.messages.publications import Acknowledged, HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import unpack_memory
 from shmserve.ipc.transport import frames
-from shmserve.supervisor.local_clients.memory import LocalMemory
-from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
+from shmserve.supervisor.local_clients.server import (
+    LocalClientServer,
+    LocalMemory,
+    _for_local_clients,
+)
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd

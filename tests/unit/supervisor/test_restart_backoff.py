@@ -1,6 +1,6 @@
 """When something that died is started again."""
 
-from shmserve.supervisor.processes.table import RestartBackoff
+from shmserve.supervisor.processes.children import RestartBackoff
 
 
 def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longer() -> None:

@@ -13,7 +13,7 @@ from shmserve.config.server import from_flags
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT
 from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.supervisor import Supervisor
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shmserve.common.duplicate_keys import DoubledName, members
+from shmserve.common.names import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.tls import Tls
 from shmserve.gateway.grpc.connection import BrokenTls, TlsLayer
+from shmserve.gateway.settings import Tls
 
 
 @pytest.fixture(scope="module")

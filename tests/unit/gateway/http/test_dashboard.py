@@ -21,7 +21,7 @@ from shmserve.gateway.http import dashboard as live
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
-from shmserve.supervisor.events.feed import EventFeed, EventPublisher
+from shmserve.supervisor.events import EventFeed, EventPublisher
 from tests.unit.gateway.test_figures import report
 
 Viewer = AsyncGenerator[Sequence[bytes], None]

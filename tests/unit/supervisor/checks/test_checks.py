@@ -23,10 +23,10 @@ from shmserve.supervisor.checks import (
     WARNING,
     WRONG,
     Verdict,
+    access,
     host,
     memory,
     ok,
-    places,
     table,
     warning,
 )
@@ -39,8 +39,8 @@ LEFT = memory.ShmObject("psm_1", 2 * GB, 1000, False)
 GPU = memory.DeviceList(
     "cuda", 2, 2, None, (), "580.1", ("0 GPU-a H100", "1 GPU-b H100"), 0, "2.13.0+cu130"
 )
-RUN = places.RunPlace(Path("/run/s"), "", 0, GB)
-PORTS = places.WantedPorts(("127.0.0.1:8000",))
+RUN = access.RunDirectoryFacts(Path("/run/s"), "", 0, GB)
+PORTS = access.PortFacts(("127.0.0.1:8000",))
 TAKEN = PORTS._replace(refused=(("--http-port: taken", (7, 9)),))
 
 CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
@@ -109,20 +109,20 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
         WARNING,
         "expandable_segments",
     ),
-    (places.judge_run_directory, RUN, OK, "/run/s"),
-    (places.judge_run_directory, RUN._replace(server=7), OK, "pid 7"),
-    (places.judge_run_directory, RUN._replace(against="'/run/s' is bad"), WRONG, "is bad"),
-    (places.judge_run_directory, RUN._replace(free=1 << 20), WARNING, "1 MB are free"),
-    (places.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
-    (places.judge_ports, places.WantedPorts(()), OK, "none"),
-    (places.judge_ports, TAKEN, WRONG, "--http-port: taken"),
-    (places.judge_ports, TAKEN._replace(server=3), WRONG, "--http-port: taken"),
-    (places.judge_ports, TAKEN._replace(server=9), OK, "pid 9"),
-    (places.judge_repositories, [], OK, "none were named"),
-    (places.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
-    (places.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),
-    (places.judge_repositories, [("/m", 0, False)], WARNING, "no model"),
-    (places.judge_repositories, [("/m", 3, True)], WARNING, "every user"),
+    (access.judge_run_directory, RUN, OK, "/run/s"),
+    (access.judge_run_directory, RUN._replace(server_pid=7), OK, "pid 7"),
+    (access.judge_run_directory, RUN._replace(problem="'/run/s' is bad"), WRONG, "is bad"),
+    (access.judge_run_directory, RUN._replace(free_bytes=1 << 20), WARNING, "1 MB are free"),
+    (access.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
+    (access.judge_ports, access.PortFacts(()), OK, "none"),
+    (access.judge_ports, TAKEN, WRONG, "--http-port: taken"),
+    (access.judge_ports, TAKEN._replace(server_pid=3), WRONG, "--http-port: taken"),
+    (access.judge_ports, TAKEN._replace(server_pid=9), OK, "pid 9"),
+    (access.judge_repositories, [], OK, "none were named"),
+    (access.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
+    (access.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),
+    (access.judge_repositories, [("/m", 0, False)], WARNING, "no model"),
+    (access.judge_repositories, [("/m", 3, True)], WARNING, "every user"),
 ]
 
 
@@ -209,8 +209,8 @@ def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
-    place = places.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
-    assert "has mode 0755; it must be 0700" in place.against
+    facts = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
+    assert "has mode 0755; it must be 0700" in facts.problem
 
 
 def state_is(state: str) -> Callable[[ServerConfig], str]:

@@ -9,21 +9,21 @@ import pytest
 
 from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.checks import OK, WARNING, WRONG, places
+from shmserve.supervisor.checks import OK, WARNING, WRONG, access
 
 SEES: dict[str, tuple[int, int] | None] = {
     "/dev/shm": (1, 2),
     "run directory": (1, 3),
     **{kind: (4, number) for number, kind in enumerate(("user", "net", "ipc", "pid"))},
 }
-PEER = places.PeerFacts(1000, frozenset({1000}), SEES)
-SERVER = places.ServerFacts(PEER, runs=True, group=-1, devices=1)
+PEER = access.PeerFacts(1000, frozenset({1000}), SEES)
+SERVER = access.ServerFacts(PEER, runs=True, group=-1, devices=1)
 CONFIG = server.from_flags(
     command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, models_needed=False
 )
 
 
-def elsewhere(*names: str) -> places.PeerFacts:
+def elsewhere(*names: str) -> access.PeerFacts:
     """Who sees other things by these names."""
     return PEER._replace(sees={**SEES, **dict.fromkeys(names, (9, 9))})
 
@@ -47,20 +47,20 @@ def elsewhere(*names: str) -> places.PeerFacts:
     ],
 )
 def test_judgement(
-    changed: dict[str, Any], facts: places.PeerFacts, name: str, state: str, found: str
+    changed: dict[str, Any], facts: access.PeerFacts, name: str, state: str, found: str
 ) -> None:
-    verdict = dict(places.judge_peer(SERVER._replace(**changed), facts))[f"peer's {name}"]
+    verdict = dict(access.judge_peer(SERVER._replace(**changed), facts))[f"peer's {name}"]
     assert verdict.state == state
     assert found in verdict.found
     assert bool(verdict.fix) == (state != OK)
 
 
 def test_a_process_like_the_server() -> None:
-    assert {verdict.state for _, verdict in places.judge_peer(SERVER, PEER)} == {OK}
+    assert {verdict.state for _, verdict in access.judge_peer(SERVER, PEER)} == {OK}
 
 
 def test_a_process_of_ours() -> None:
-    ours, other = places.gather_peer(CONFIG, os.getppid())
+    ours, other = access.gather_peer(CONFIG, os.getppid())
     assert not ours.runs
     assert other.sees["/dev/shm"] == ours.process.sees["/dev/shm"] is not None
     assert other.uid == os.getuid()
@@ -68,7 +68,7 @@ def test_a_process_of_ours() -> None:
 
 def test_there_is_no_such_process() -> None:
     with pytest.raises(InvalidArgument, match="--peer: there is no process 4194305 here"):
-        places.gather_peer(CONFIG, 4194305)
+        access.gather_peer(CONFIG, 4194305)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="root, and unshare")
@@ -81,7 +81,7 @@ def test_a_process_with_another_shm() -> None:
         assert other.stdin and other.stdout and other.stderr
         if other.stdout.readline() != b"there\n":
             pytest.skip(f"no namespace: {other.stderr.read().decode()}")
-        found = dict(places.judge_peer(*places.gather_peer(CONFIG, other.pid)))
+        found = dict(access.judge_peer(*access.gather_peer(CONFIG, other.pid)))
         other.communicate(b"\n")
     states = {name.removeprefix("peer's "): verdict.state for name, verdict in found.items()}
     assert states["/dev/shm"] == WRONG

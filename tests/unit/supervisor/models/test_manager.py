@@ -23,7 +23,7 @@ from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import ModelManager, News, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
-from shmserve.supervisor.models.repository_poller import RepositoryPoller
+from shmserve.supervisor.reload import RepositoryPoller
 from tests.rigs.process_rig import Processes, plan, turns
 from tests.support.waiting import until_async
 

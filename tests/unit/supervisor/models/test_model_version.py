@@ -103,7 +103,7 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
 ) -> None:
     """Not one that has executed something in between; each is started again with pauses."""
     most = instance_processes._MOST_CRASHES
-    monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,))
+    monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
     text = "its process ended 10 times in a row (signal 6), and has executed nothing meanwhile"
     processes = Processes()
@@ -131,7 +131,7 @@ async def test_what_somebody_kills_is_not_given_up(
     """It starts again after longer and longer pauses, as often as that is; a crash of its own is
     none of them, and a long life ends the row."""
     most, pauses = instance_processes._MOST_CRASHES, list[float]()
-    monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,))
+    monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -163,7 +163,7 @@ async def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     """One that only dies is waited for longer and longer."""
-    monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,) * 5 + (60.0,))
+    monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,) * 5 + (60.0,))
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -179,7 +179,7 @@ async def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
 
 async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is any number of ends that are far apart, of a model that nobody asks."""
-    monkeypatch.setattr("shmserve.supervisor.processes.table._HEALTHY_S", -1.0)
+    monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
     processes = Processes()
     model = deployment(processes)
     await model.start()

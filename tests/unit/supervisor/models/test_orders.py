@@ -19,7 +19,7 @@ from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_o
 from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
-from shmserve.supervisor.models.repository_poller import RepositoryPoller
+from shmserve.supervisor.reload import RepositoryPoller
 from tests.rigs.process_rig import CONFIG, Processes, turns
 from tests.support.waiting import until_async
 
@@ -432,7 +432,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the poller; one that the model itself refuses waits for another file."""
-    monkeypatch.setattr("shmserve.supervisor.models.repository_poller._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
 
     async def story() -> None:
         server = Server(s=[])

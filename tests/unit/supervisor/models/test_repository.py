@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.common.host import Accelerators
-from shmserve.common.model_names import check_model_name, is_inline
+from shmserve.common.names import check_model_name, is_inline
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument

@@ -1,4 +1,7 @@
-"""Checks of a server's run directory, ports and repositories, and whether a process reaches it."""
+"""Checks of the access to a server: run directory, ports, model repositories, and peer processes.
+
+A peer is a process that uses the server's sockets and shares memory with it.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from shmserve.supervisor.host.run_directory import objection
 _LITTLE = 16 * 2**20
 
 
-def wanted_run_directory(config: ServerConfig) -> Path:
+def configured_run_directory(config: ServerConfig) -> Path:
     """Return the run directory of a server with this configuration."""
-    wanted = config.run_dir or endpoints.usual_run_directory(os.environ)
-    return Path(os.path.abspath(wanted))
+    path = config.run_dir or endpoints.usual_run_directory(os.environ)
+    return Path(os.path.abspath(path))
 
 
 def server_pid(run_dir: Path) -> int:
@@ -39,36 +42,36 @@ def server_pid(run_dir: Path) -> int:
     return 0
 
 
-class RunPlace(NamedTuple):
-    """A run directory: the objection to its use, the pid of its server, and its free bytes."""
+class RunDirectoryFacts(NamedTuple):
+    """A run directory: why it cannot be used, the pid of its server, and its free bytes."""
 
     path: Path
-    against: str = ""
-    server: int = 0
-    free: int = 0
+    problem: str = ""
+    server_pid: int = 0
+    free_bytes: int = 0
 
 
-def gather_run_directory(config: ServerConfig) -> RunPlace:
+def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
     """Apply the rules of a server's start."""
-    path, against = wanted_run_directory(config), ""
+    path, problem = configured_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
-        against = objection(path, path.lstat(), through=0o010 if config.shm.group >= 0 else 0)
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if there != path and not os.access(there, os.W_OK | os.X_OK):
-        against = f"'{path}' cannot be made: this user may not write to '{there}'"
-    return RunPlace(path, against, server_pid(path), filesystem_space(there)[1])
+        problem = objection(path, path.lstat(), through=0o010 if config.shm.group >= 0 else 0)
+    parent = next(folder for folder in (path, *path.parents) if folder.exists())
+    if parent != path and not os.access(parent, os.W_OK | os.X_OK):
+        problem = f"'{path}' cannot be made: this user may not write to '{parent}'"
+    return RunDirectoryFacts(path, problem, server_pid(path), filesystem_space(parent)[1])
 
 
-def judge_run_directory(run_place: RunPlace) -> Verdict:
+def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
     """Require a usable run directory; one server uses it at a time."""
-    if run_place.against:
-        return wrong(run_place.against, "another --run-dir, or mend this one")
-    if run_place.server:
-        return ok(f"{run_place.path}, where a server runs (pid {run_place.server})")
-    if run_place.free < _LITTLE:
-        found = f"{run_place.path}, where {megabytes(run_place.free)} are free"
+    if facts.problem:
+        return wrong(facts.problem, "another --run-dir, or mend this one")
+    if facts.server_pid:
+        return ok(f"{facts.path}, where a server runs (pid {facts.server_pid})")
+    if facts.free_bytes < _LITTLE:
+        found = f"{facts.path}, where {megabytes(facts.free_bytes)} are free"
         return warning(found, "make room there, or --run-dir elsewhere")
-    return ok(str(run_place.path))
+    return ok(str(facts.path))
 
 
 def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
@@ -81,38 +84,40 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
         yield "grpc", config.grpc.address, config.grpc.port, "--grpc-address"
 
 
-class WantedPorts(NamedTuple):
+class PortFacts(NamedTuple):
     """The addresses of a server's listeners.
 
     `refused` contains the errors of listeners that cannot be opened, with the pids of the processes
-    that use their ports. `server` is the pid of the server that uses the run directory.
+    that use their ports. `server_pid` is the pid of the server that uses the run directory.
     """
 
-    wanted: tuple[str, ...]
+    addresses: tuple[str, ...]
     refused: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    server: int = 0
+    server_pid: int = 0
 
 
-def gather_ports(config: ServerConfig) -> WantedPorts:
+def gather_ports(config: ServerConfig) -> PortFacts:
     """Open each listener for a moment."""
-    wanted, refused = [], []
+    addresses, refused = [], []
     for _, address, port, flag in tcp_listeners(config):
-        wanted.append(f"{address}:{port}")
+        addresses.append(f"{address}:{port}")
         try:
             for sock in listen(address, port, flag, config.guarded):
                 sock.close()
         except InvalidArgument as error:
             refused.append((error.message, tuple(pid for pid, _ in port_holders(port))))
-    return WantedPorts(tuple(wanted), tuple(refused), server_pid(wanted_run_directory(config)))
+    return PortFacts(tuple(addresses), tuple(refused), server_pid(configured_run_directory(config)))
 
 
-def judge_ports(ports: WantedPorts) -> Verdict:
+def judge_ports(ports: PortFacts) -> Verdict:
     """Require all ports, since a server does not start without one of them."""
-    lost = [text for text, pids in ports.refused if not ports.server or ports.server not in pids]
-    if lost:
-        return wrong("; ".join(lost), "end who listens there, or choose another port")
-    who = f"of the server that runs (pid {ports.server})" if ports.refused else "free"
-    return ok(f"{', '.join(ports.wanted)}: {who}" if ports.wanted else "none are wanted")
+    problems = [
+        text for text, pids in ports.refused if not ports.server_pid or ports.server_pid not in pids
+    ]
+    if problems:
+        return wrong("; ".join(problems), "end who listens there, or choose another port")
+    user = f"of the server that runs (pid {ports.server_pid})" if ports.refused else "free"
+    return ok(f"{', '.join(ports.addresses)}: {user}" if ports.addresses else "none are wanted")
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
@@ -172,11 +177,13 @@ def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]
     Raises:
         InvalidArgument: There is no such process, or this user may not inspect it.
     """
-    run_dir = wanted_run_directory(config)
+    run_dir = configured_run_directory(config)
     server = server_pid(run_dir)
     devices = cuda_devices(config.visible_devices)
-    ours = _process(server or os.getpid(), run_dir)
-    return ServerFacts(ours, bool(server), config.shm.group, devices), _process(pid, run_dir)
+    server_process = _process(server or os.getpid(), run_dir)
+    return ServerFacts(server_process, bool(server), config.shm.group, devices), _process(
+        pid, run_dir
+    )
 
 
 def _process(pid: int, run_dir: Path) -> PeerFacts:
@@ -210,17 +217,17 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and verdict of each check of a peer."""
-    ours = server.process
-    apart = {name for name, seen in peer.sees.items() if seen != ours.sees[name]}
-    yield "peer's /dev/shm", _shm(apart)
-    yield "peer's user", _user(server, peer, apart)
-    yield "peer's run dir", _run_directory(server, apart)
-    yield "peer's network", _network(apart)
-    yield "peer's devices", _devices(server, peer, apart)
+    server_process = server.process
+    different = {name for name, seen in peer.sees.items() if seen != server_process.sees[name]}
+    yield "peer's /dev/shm", _shm(different)
+    yield "peer's user", _user(server, peer, different)
+    yield "peer's run dir", _run_directory(server, different)
+    yield "peer's network", _network(different)
+    yield "peer's devices", _devices(server, peer, different)
 
 
-def _shm(apart: set[str]) -> Verdict:
-    if "/dev/shm" not in apart:
+def _shm(different: set[str]) -> Verdict:
+    if "/dev/shm" not in different:
         return ok("the server's: regions are found by their keys")
     return wrong(
         "not the server's: regions are not found by their keys",
@@ -229,8 +236,8 @@ def _shm(apart: set[str]) -> Verdict:
     )
 
 
-def _user(server: ServerFacts, peer: PeerFacts, apart: set[str]) -> Verdict:
-    if "user" in apart:
+def _user(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
+    if "user" in different:
         return warning("in another user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, as the server")
@@ -242,26 +249,26 @@ def _user(server: ServerFacts, peer: PeerFacts, apart: set[str]) -> Verdict:
     return wrong(f"{found}, which may not open its objects", "one user for both, or --shm-group")
 
 
-def _run_directory(server: ServerFacts, apart: set[str]) -> Verdict:
+def _run_directory(server: ServerFacts, different: set[str]) -> Verdict:
     if not server.runs:
         return ok("no server runs there; one would be started as this user")
-    if "run directory" not in apart:
+    if "run directory" not in different:
         return ok("the server's: shmserve.client finds it")
     fix = "docker run --volume, and SHMSERVE_RUN_DIR where it has another path"
     return warning("the server's is not there: shmserve.client does not find it", fix)
 
 
-def _network(apart: set[str]) -> Verdict:
-    if "net" not in apart:
+def _network(different: set[str]) -> Verdict:
+    if "net" not in different:
         return ok("127.0.0.1 is the server's")
     fix = "docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
     return warning("127.0.0.1 is another, and from elsewhere no memory is shared", fix)
 
 
-def _devices(server: ServerFacts, peer: PeerFacts, apart: set[str]) -> Verdict:
+def _devices(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
     if not server.devices:
         return ok("the server has no CUDA device")
-    if spaces := " and ".join(sorted(apart & {"ipc", "pid"})):
+    if spaces := " and ".join(sorted(different & {"ipc", "pid"})):
         fix = "docker run --ipc=host --pid=host for both"
         return warning(f"in another {spaces} namespace, so handles cannot be opened", fix)
     if peer.visible != server.process.visible:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.supervisor.processes.zygote_client import worker_preloads
+from shmserve.supervisor.processes.children import worker_preloads
 
 _PLAIN = r"""
 import json, os.path

@@ -1,9 +1,14 @@
-"""Model names: their validation, and names of models that are classes in files (pure)."""
+"""Names in requests and configurations: model names, and duplicate keys of JSON objects (pure).
+
+JSON parsers silently keep one of the values of a duplicate key, so that two parsers may read
+different requests.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
 
@@ -41,3 +46,28 @@ def is_inline(text: str) -> bool:
 def is_checkpoint(path: str) -> bool:
     """Check whether a folder is a Hugging Face checkpoint, which contains config.json."""
     return os.path.isfile(os.path.join(path, "config.json"))
+
+
+_LONGEST_SHOWN = 64
+
+
+class DoubledName(ValueError):
+    """The error of a JSON object with a duplicate key; `name` is None if the key is unknown."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        if name is None:
+            super().__init__("duplicate keys in an object")
+            return
+        shown = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+        super().__init__(f"duplicate key '{shown}' in an object")
+
+
+def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of its members (json's `object_pairs_hook`); raise DoubledName."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise DoubledName(name)
+        found[name] = value
+    return found
