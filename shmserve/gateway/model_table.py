@@ -18,6 +18,10 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
 _MOST_PREPARED = 256
+_NO_VERSION = (
+    "failed to get model version from specified version string '{text}' (details: stol), version "
+    "should be an integral value > 0"
+)
 _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -153,8 +157,7 @@ class ModelTable:
             NotFound: The model or version is unknown.
             Unavailable: The model is not available at present.
         """
-        model = self.find(name, version) if version else self._latest.get(name)
-        return model if model is not None else self._absent(name, version)
+        return self.find(name, version) or self._absent(name, version)
 
     def find(self, name: str, version: str) -> GatewayModel | None:
         """Return the model like `resolve`, or None."""
@@ -219,10 +222,7 @@ def checked_version(text: str) -> str:
         raise InvalidArgument(
             f"invalid model version specified '{text}' , version should be an integral value > 0"
         )
-    raise InvalidArgument(
-        f"failed to get model version from specified version string '{text}' (details: stol), "
-        "version should be an integral value > 0"
-    )
+    raise InvalidArgument(_NO_VERSION.format(text=text))
 
 
 def whole_version(text: str) -> str:
@@ -231,10 +231,7 @@ def whole_version(text: str) -> str:
     Raise InvalidArgument beyond 63 bits.
     """
     if len(text) > 19 or int(text) > LARGEST:
-        raise InvalidArgument(
-            f"failed to get model version from specified version string '{text}' (details: stol), "
-            "version should be an integral value > 0"
-        )
+        raise InvalidArgument(_NO_VERSION.format(text=text))
     return str(int(text))
 
 

@@ -19,7 +19,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront
 from shmserve.gateway.grpc.calls.headers import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
 from shmserve.gateway.http2.connection import Http2Connection
@@ -391,7 +391,7 @@ _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 class ConnectionLifetime:
     """The timers of one connection."""
 
-    def __init__(self, connection: Carrier) -> None:
+    def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
         self._settings = connection.front.settings
         self._loop = connection.loop

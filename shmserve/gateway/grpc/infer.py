@@ -21,7 +21,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsuppo
 from shmserve.gateway.context import UNLIMITED, Gateway, awaits_load, resolve_model
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
-from shmserve.gateway.grpc.calls.messages import Sink, release
+from shmserve.gateway.grpc.calls.messages import release
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
 from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
@@ -135,7 +135,7 @@ class Inferences(ActiveCount):
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return forwarded_headers(pattern, metadata)
 
-    def sink(self, head: CallHead, size: int) -> Sink:
+    def sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
         """Return the destination of a large request, which is received into the arena."""
         return RequestSink(partial(self._receive, head, size))
 

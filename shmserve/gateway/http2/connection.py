@@ -238,8 +238,7 @@ class Http2Connection(FrameReader[T]):
         The frame is permitted if this server has ended the stream and the client may not have been
         notified yet.
         """
-        if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a frame of a stream not begun")
+        self._check_begun(number, "a frame")
         if stream is not None or number not in self._reset_streams:
             raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame of a stream that has ended")
 

@@ -287,13 +287,10 @@ class FrameReader(ABC, Generic[T]):
         return len(PREFACE)
 
     def _check_size(self, kind: int, size: int) -> None:
-        if size > self._limits.frame:
+        if size > self._limits.frame or kind not in (HEADERS, CONTINUATION):
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
-        if kind in (HEADERS, CONTINUATION):
-            if size > self._limits.header_block:
-                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
-        else:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+        if size > self._limits.header_block:
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
 
     # --- data
 

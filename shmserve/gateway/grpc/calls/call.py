@@ -120,15 +120,6 @@ class Carrier(Protocol):
     def call_ended(self) -> None:
         """Record that a call has ended and that all its frames are sent."""
 
-    def report_drained(self) -> None:
-        """Record that the client was notified of the drain and that no awaited call is open."""
-
-    def abort(self) -> None:
-        """Close the connection at once, without flushing."""
-
-    def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
-
 
 def response_start(http_status: int) -> bytes:
     """Return the start of the only header block of a response without messages."""

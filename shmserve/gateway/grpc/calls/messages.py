@@ -11,11 +11,12 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.compression import Inflater
+from shmserve.gateway.compression import WBITS, Inflater
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
+from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
@@ -24,8 +25,6 @@ LARGE = 64 * 1024  # bytes of a message that is received into its final memory i
 PREFIX = struct.Struct(">BI")
 
 _NOTHING = memoryview(b"")
-
-_WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class BrokenMessage(Exception):
@@ -40,27 +39,8 @@ class BrokenMessage(Exception):
 Message = bytes | ArrivingRequest
 
 
-class Sink(Protocol):
-    """The destination of a message that is received into its final memory."""
-
-    def next_buffer(self, most: int) -> memoryview | None:
-        """Return memory for at most `most` of the next bytes, or None if it is unknown.
-
-        Bytes in this memory are not copied by `feed`.
-        """
-
-    def feed(self, piece: memoryview) -> None:
-        """Receive the next bytes."""
-
-    def whole(self) -> Message:
-        """Return the complete message."""
-
-    def drop(self) -> None:
-        """Release the memory of an incomplete message."""
-
-
 # Returns the destination of a call's next message, given its size. None: the message is assembled.
-Sinks = Callable[[CallHead, int], Sink | None]
+Sinks = Callable[[CallHead, int], RequestSink[ArrivingRequest] | None]
 
 
 def release(message: Message) -> None:
@@ -119,7 +99,7 @@ class Assembly:
         self._permitted = permitted
         self._head = head
         self._sinks = sinks
-        self.sink: Sink | None = None
+        self.sink: RequestSink[ArrivingRequest] | None = None
         self._piece = _NOTHING  # received data, of which `_position` bytes are consumed
         self._position = 0
         self._copied = True  # out of the read buffer
@@ -265,16 +245,16 @@ class Deflater:
 
     def encoding(self, accepts: frozenset[str]) -> str | None:
         """Return the encoding for a client that accepts these encodings, or None."""
-        return next((name for name in _WBITS if name in accepts), None)
+        return next((name for name in WBITS if name in accepts), None)
 
     def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return the framed message, compressed if that is shorter."""
-        stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
+        stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
         return _shorter(data, stream.compress(data) + stream.flush())
 
     async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return the framed message, compressed in several turns of the event loop."""
-        stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
+        stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)
         for at in range(0, len(data), LARGE):

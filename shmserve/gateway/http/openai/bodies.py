@@ -320,18 +320,14 @@ def _are_tokens(value: Any) -> bool:
     return type(value) is list and bool(value) and all(type(token) is int for token in value)
 
 
-def _engine_settings(model: GatewayModel) -> EngineSettings | None:
-    engine = orjson.loads(model.config).get("parameters", {}).get(PARAMETER)
-    return None if engine is None else EngineSettings.read(engine["string_value"])
-
-
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model never takes so many prompts at a time."""
-    settings = _engine_settings(model)
-    if settings is None:
+    config = orjson.loads(model.config)
+    engine = config.get("parameters", {}).get(PARAMETER)
+    if engine is None:
         return
-    groups = orjson.loads(model.config)["instance_group"]
-    instances = sum(group["count"] for group in groups)
+    settings = EngineSettings.read(engine["string_value"])
+    instances = sum(group["count"] for group in config["instance_group"])
     most = settings.max_batch_size * instances + settings.max_waiting_requests
     if count > most:
         raise InvalidArgument(
