@@ -63,7 +63,8 @@ class Inflater:
                 self._members += 1
                 if self._members > self._received // _SMALLEST_MEMBER + _FEW:
                     raise InvalidArgument(_NO_USE)
-                self._stream = zlib.decompressobj(_AUTO)  # another member
+                # The next member of the compressed data begins.
+                self._stream = zlib.decompressobj(_AUTO)
             try:
                 piece = self._stream.decompress(chunk, _STEP)
             except zlib.error:

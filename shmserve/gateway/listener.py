@@ -242,7 +242,7 @@ def _has_port(host: str) -> bool:
     return bool(colon) and tail.isdecimal() and (":" not in head or head.endswith("]"))
 
 
-_MOST_WARNINGS = 10  # about too many connections; further ones are debug messages
+_MOST_WARNINGS = 10  # warnings about too many connections; later ones are debug messages
 
 
 class LimitedConnection(asyncio.BaseProtocol, ABC):
@@ -252,7 +252,8 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
     def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
         """Configure the socket to send immediately and to detect vanished peers."""
-        self.transport = made = cast("asyncio.Transport", transport)  # not a subclass in uvloop
+        # uvloop's transports are not subclasses of asyncio's.
+        self.transport = made = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # already closed
@@ -309,7 +310,7 @@ class Acceptor:
         self._most = most
         self._quota = share_of(most)
         self._connections: set[LimitedConnection] = set()
-        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
+        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by the owner of the quota
         self._warnings = 0
         self._draining: set[LimitedConnection] = set()  # connections that were asked to close
         self._on_drained: Callable[[], None] | None = None

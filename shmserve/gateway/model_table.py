@@ -44,13 +44,14 @@ class GatewayModel:
         self.ready = published.ready
         self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
-        self.endpoint = published.endpoint  # of its scheduler
+        self.endpoint = published.endpoint  # the endpoint of the model's scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.stateful = published.config.sequence_batching is not None
         ensemble = published.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
-        self.prefix = f"in ensemble '{self.name}', " if ensemble else ""  # of errors
+        # The prefix of error messages.
+        self.prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # A key that is no label would make all of the metrics unreadable.
         self.tags = {
             "_" + _NO_LABEL.sub("_", key): value
@@ -60,7 +61,8 @@ class GatewayModel:
         self.backend = published.config.backend
         # The settings of an engine that generates text.
         engine = EngineSettings()
-        with suppress(ValueError, InvalidArgument):  # other models may have such a parameter
+        # Other backends may have a parameter of this name.
+        with suppress(ValueError, InvalidArgument):
             engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
         self.max_model_len = engine.max_model_len or None
         self.aliases = list(engine.aliases)
@@ -68,12 +70,13 @@ class GatewayModel:
         if vllm:
             longest = published.config.parameters.get("max_model_len", "")
             self.max_model_len = int(longest) if longest.isdecimal() else None
-        self.converts = vllm or published.config.backend == GENERATIVE  # by the parameter `task`
-        # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
+        # Converts text by the parameter `task`.
+        self.converts = vllm or published.config.backend == GENERATIVE
+        # Texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.reasons = vllm or engine.reasoning_parser not in ("", "none")
 
 
-_MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
+_MOST_WITHDRAWN = 4096  # names of withdrawn models, which errors mention
 
 
 class ModelTable:

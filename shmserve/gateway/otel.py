@@ -57,7 +57,7 @@ class Exporter:
 
     def export(self, trace: RequestTrace) -> None:
         """Send a request that has ended, soon."""
-        # All times are of one clock, which OpenTelemetry's are not.
+        # All times are monotonic, whereas OpenTelemetry has the time since the epoch.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for span in self._spans(trace, epoch_ns):
             self._processor.on_end(span)
@@ -85,7 +85,7 @@ class Exporter:
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            if span.span_id == trace.scheduler.span_id:  # the gateway has it from then on
+            if span.span_id == trace.scheduler.span_id:  # The request arrived at the gateway.
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             about = _attributes(span.model, span.version, span.request_id)

@@ -111,7 +111,8 @@ class Frontend(ABC):
         listeners = ActiveCount()
 
         def disconnect() -> None:
-            listeners.active = len(self._acceptors)  # Counted late: listeners may just be opening.
+            # Counted now, since listeners may have been opened in the meantime.
+            listeners.active = len(self._acceptors)
             for acceptor in self._acceptors:
                 acceptor.drain(
                     listeners.decrement, refuses=self.refuses_while_busy and not followed

@@ -175,7 +175,7 @@ class Uses:
         return uses
 
     def _overlaps(self, region: GatewayRegion) -> None:
-        # Two requests that write to the same bytes: both succeed, and one finds the other's result.
+        # Both requests succeed, but one of the clients reads the result of the other request.
         if self._table.overlap == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "
@@ -227,11 +227,11 @@ class RegionTable:
         self, report: Callable[[RegionInUse | RegionReleased], None], overlap: str = "warn"
     ) -> None:
         self._report = report
-        self.version = 0  # changes with the meaning of any name
+        self.version = 0  # changes when a name is added or removed
         self.overlap = overlap
-        self._spans: dict[int | bytes, Spans] = {}  # by the object
+        self._spans: dict[int | bytes, Spans] = {}  # by the shared memory object
         self._by_name: dict[str, GatewayRegion] = {}
-        # Listed only: their names are free, and requests use them still; or local clients' memory.
+        # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining: dict[int, GatewayRegion] = {}
         self._by_id: dict[int, GatewayRegion] = {}
 

@@ -12,7 +12,7 @@ from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
 
-_ID_DIGITS = 13  # of 16, since not every JSON parser has integers of 64 bits
+_ID_DIGITS = 13  # 13 of 16 digits, since not every JSON parser has integers of 64 bits
 _OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _EXECUTED = (
     ("COMPUTE_START", "compute_start_ns"),

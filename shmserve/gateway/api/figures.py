@@ -15,7 +15,7 @@ from typing import Any
 WINDOW_S = 10.0
 HISTORY_S = 600.0
 HISTORY_EVERY_S = 5.0
-DEATHS_S = 3600.0  # for which dead workers are shown
+DEATHS_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 _TOTALS = (
     *("success", "fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -42,7 +42,8 @@ class Figures:
 
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
-        self._exits: dict[str, deque[tuple[float, int]]] = {}  # times and numbers, by model
+        # By model: the times and numbers of exited workers.
+        self._exits: dict[str, deque[tuple[float, int]]] = {}
 
     def rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
         """Return the rows of the schedulers' reports at `now_s` (monotonic)."""
@@ -84,7 +85,7 @@ class History:
         snapshots.append(
             (at_s, {key: _point(row) for key, row in rows.items() if "success" in row})
         )
-        while not at_s - HISTORY_S <= snapshots[0][0] <= at_s:  # the clock may be set back, too
+        while not at_s - HISTORY_S <= snapshots[0][0] <= at_s:  # The clock may be set back.
             snapshots.popleft()
 
     def shown(self) -> dict[str, Any]:

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # larger responses are written without joining their pieces
 _HIGH_WATER = 256 * 1024  # unsent bytes above which data is queued
-_FREE_DEBT = 32  # useless frames per turn
+_FREE_DEBT = 32  # useless frames that a client may send per turn
 _PAUSE_S = 0.0005  # the pause for each further useless frame
 _LINGER_S = 0.25
-_CHECKS = 4  # checks within the time limit of a call
+_CHECKS = 4  # The time limits are checked this often within the shortest one.
 _READ = 64 * 1024
 
 
@@ -54,7 +54,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.lifetime = ConnectionLifetime(self)
         self._reading = front.read_buffer  # the buffer of the current read
         self._handling = False
-        self._ended = False  # by the server
+        self._ended = False  # The server closes the connection.
         self._counted_debt = self.http2.debt  # at the end of the last turn
         self._since = self.loop.time()  # the time of the last activity
         self._tls = None if front.tls is None else TlsLayer(front.tls)
@@ -62,7 +62,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
         self._arriving: dict[GrpcCall, ArrivingMessage] = {}
-        self._stalled: dict[Stream, tuple[float, int]] = {}  # start and sent bytes
+        # The start of the stall, and the bytes sent until then.
+        self._stalled: dict[Stream, tuple[float, int]] = {}
 
     # --- the connection
 
@@ -384,7 +385,7 @@ class TlsLayer:
 
 
 _ALIVE, _SHUTTING_DOWN = b"alive?\0\0", b"leaving\0"
-_SPREAD = 0.1  # of an age, so that clients do not reconnect at the same time
+_SPREAD = 0.1  # a random part of the age, so that clients do not reconnect at the same time
 _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
@@ -403,7 +404,8 @@ class ConnectionLifetime:
         self._last_ping = float("-inf")
         self._strikes = 0
         self.shutting_down = False
-        self.needs_received = bool(self._settings.max_ping_strikes)  # Call `received`.
+        # Whether `received` must be called.
+        self.needs_received = bool(self._settings.max_ping_strikes)
 
     def begin(self) -> None:
         """Start the timers."""
@@ -506,7 +508,7 @@ class ConnectionLifetime:
             timer.cancel()
             self._connection.http2.send_goaway(final=True)
             self._connection.flush()
-        self._loop.call_soon(self._report_if_drained)  # the end of a call is not written yet
+        self._loop.call_soon(self._report_if_drained)  # after the end of a call was written
 
     def _report_if_drained(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]

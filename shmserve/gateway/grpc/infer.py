@@ -189,7 +189,7 @@ class Inferences(ActiveCount):
             if not raw.built.model.published and self.awaits_load(raw):
                 raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
             return raw.built
-        if headers:  # parameters that the message does not contain
+        if headers:  # Metadata are parameters that the message does not contain.
             return self._parse(raw, None, headers, streamed=streamed)
         try:
             built = self._prepared.find(raw)

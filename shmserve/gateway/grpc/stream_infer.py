@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.inference import Inferred
 # counts as `_LEAST` bytes, so that at most 1024 requests are in flight.
 _WINDOW = 32 * 1024 * 1024
 _LEAST = _WINDOW // 1024
-_MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
+_MOST_BYTES_AT_ONCE = 32 * 1024  # bytes of responses that are written together
 
 _Ordered = UnaryInference | RequestRefused
 
@@ -151,7 +151,8 @@ class _Stream:
         self._headers = inferences.headers(self._call.head)
         self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
-        self._ordered: deque[tuple[_Ordered, int]] = deque()  # with the size of each
+        # With the bytes that each occupies in the window.
+        self._ordered: deque[tuple[_Ordered, int]] = deque()
         self._decoupled: dict[StreamingInference, StreamEntry] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, Message]] = deque()

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
 _IDLE_S = 3600.0  # Idle keep-alive connections cost nothing.
 _LINGER_S = 2.0
-_LAST_REQUEST_S = 0.5  # for a last request, whose response closes the connection
+_LAST_REQUEST_S = 0.5  # the time for a last request, whose response closes the connection
 
 
 class HttpConnection(Incoming):
@@ -56,9 +56,10 @@ class HttpConnection(Incoming):
         self._owner = owner
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        # A request in flight without the task, or that the task has to take over.
+        # A request in flight that was begun without the task, or that the task has to finish.
         self._begun: BegunRequest | None = None
-        self._idle_waiter: asyncio.Future[None] | None = None  # the task waits for it meanwhile
+        # Awaited by the task during a request without the task.
+        self._idle_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
 
@@ -166,7 +167,7 @@ class HttpConnection(Incoming):
             logger.exception("a connection failed")
         self._busy = False
         self._task = None
-        # Pipelined requests behind the last one are dropped.
+        # Pipelined requests after the last one are dropped.
         messages.clear()
         self._close()
 
@@ -188,7 +189,7 @@ class HttpConnection(Incoming):
         request = HttpRequest(*first, self)
         request.closes |= self.closes_next
         if first[0].upgrade:
-            # aiohttp's parser drops bytes behind an offer of another protocol. The connection is
+            # aiohttp's parser drops the bytes after an offer of another protocol. The connection is
             # kept only if these bytes can be found.
             request.closes |= self._missing < 0 or request.method == "CONNECT"
         return request

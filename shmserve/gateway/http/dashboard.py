@@ -49,11 +49,11 @@ from shmserve.ipc.transport.frames import unpack
 
 logger = logging.getLogger(__name__)
 
-_MOST_VIEWERS = 32  # scrapes share their listener
+_MOST_VIEWERS = 32  # limited because scrapes share the listener
 _EVERY_S = 1.0
 _COST = 10  # A snapshot takes at most 1/10 of the time.
 _LONGEST_S = 5.0
-_PROCESSES_EVERY = 5  # snapshots, since /proc is read for each process
+_PROCESSES_EVERY = 5  # Processes are read with every fifth snapshot, since /proc is slow.
 _STATE_S = 1.0
 _HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
@@ -72,7 +72,7 @@ class LiveFigures:
         self._recorder: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ended = False
-        self._number = 0  # of the last look
+        self._number = 0  # the number of the last snapshot
         self._whole_event = self._change_event = b""
         self._snapshot_taken = asyncio.Event()
 

@@ -37,7 +37,7 @@ _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 _MOST_HEADERS = 128
 _LONGEST_LINE = 8190
-_READ_AHEAD = 256 * 1024  # of an unread body; the parser reads at most twice as much
+_READ_AHEAD = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 
 
 _LONGEST_PENDING = 128 * 1024
@@ -78,30 +78,31 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._loop = loop
         self._settings = settings
         self._parser = self._new_parser()
-        self.transport = None  # once the connection is made
+        self.transport = None  # set once the connection is made
         self._ended = False
         # --- received requests
-        # The queue. Nothing is parsed behind an error. A request with a cached head is the only
+        # The queue. Nothing is parsed after an error. A request with a cached head is the only
         # entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
-        self._parsing = True  # False behind an error
-        self._head: bytes | None = None  # the received part of a first or next head, if known
+        # Awaited by the task while no request is queued.
+        self._waiter: asyncio.Future[None] | None = None
+        self._parsing = True  # False after an error
+        self._head: bytes | None = None  # the received part of an incomplete head, if it is known
         self._ends_request = False  # The received bytes end with a head or with chunks.
         # The incomplete head of a chunked request with a Content-Length.
         self._conflicting_head = b""
         self.closes_next = False  # The connection ends with the next request.
         # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # of the missing bytes, by the loop's time
+        self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
         self._busy = False  # A request is being handled.
         self._head_incomplete = False  # The head of the next request is incomplete.
         self._content: StreamReader | None = None  # an incomplete body
         self._awaits_body = False  # The body is small, and awaited.
         # --- the cached head
-        self._cached_head = b""  # of the last request with a small body
+        self._cached_head = b""  # the head of the last request with a small body
         self._cached_body_at = 0  # the offset of the body in that request
-        self._cached_size = 0  # of that request with its body
+        self._cached_size = 0  # the size of that request with its body
         self._cached_request: HttpRequest | None = None
         # The cached request was authorised by these rules.
         self._cached_rules: Authorisation | None = None
@@ -111,7 +112,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing = 0
         self._offers_upgrade = False  # The last request offers another protocol (`Upgrade`).
-        self._since = loop.time()  # of the end of the last request, or of the connection's start
+        self._since = loop.time()  # the end of the last request, or the start of the connection
         # --- back-pressure
         self.writing_paused = False
         self._drained: asyncio.Future[None] | None = None
@@ -190,12 +191,12 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         pending_head, self._pending_head = self._pending_head, b""
         if pending_head:
             data = pending_head + data
-        # No request is being handled or queued, and no part of one is here.
+        # No request is being handled, queued or partly received.
         is_between_requests = not (self._missing or self._busy or self._messages)
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # The task has not begun or has ended, or a request is being handled.
+            pass  # The task has not begun, has ended, or is handling a request.
         elif (
             is_between_requests
             and size <= self._cached_size
@@ -235,7 +236,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._ends_request and not (self._busy or self._messages):
             self._head = b""
         head = data if is_between_requests else None if self._head is None else self._head + data
-        self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")  # no incomplete head does
+        # An incomplete head does not end so.
+        self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
         except HttpProcessingError as error:
@@ -248,10 +250,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             if head is not None and not self._messages and len(head) <= _LONGEST_PENDING:
                 self._head = head
             if upgraded:
-                # An offer of WebSocket is ignored, and HTTP continues.
+                # An offer of WebSocket is ignored, and the connection continues with HTTP.
                 self._parser.set_upgraded(False)
             elif self._offers_upgrade and 0 < self._missing < len(data):
-                rest = data[self._missing :]  # aiohttp's parser drops it behind other offers
+                # aiohttp's parser drops these bytes after other offers.
+                rest = data[self._missing :]
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None

@@ -349,7 +349,7 @@ class _Events:
         return template.json(self._infer_request.id, arrays)
 
 
-_MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
+_MOST_BYTES_AT_ONCE = 32 * 1024  # bytes of responses that are written together
 
 
 class ResponseQueue:

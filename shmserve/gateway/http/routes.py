@@ -26,7 +26,7 @@ from shmserve.gateway.http.openai import generation, models, responses
 from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 
-_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # without the port
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # the host without its port
 _PAGES = Path(__file__).with_name("pages")
 # The page may load nothing from other sites, and other pages may not show it.
 _PAGE_HEADERS = (

@@ -51,7 +51,8 @@ from shmserve.gateway.http2.incoming import (
 )
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
-_MOST_RESETS_RECORDED = 1024  # streams reset by us whose clients may still send frames
+# Streams that the server has reset and clients may still send frames for.
+_MOST_RESETS_RECORDED = 1024
 _RESET_DEBT = 4  # debt of a reset stream, relative to that of a useless control frame
 _EARNED = 4  # control frames earned per call, and per frame of data sent
 # Bytes of sent data that earn one more control frame: a frame may hold many messages, and some
@@ -77,13 +78,14 @@ class Http2Connection(FrameReader[T]):
         self.sending = Outgoing(self._finished)
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has opened
-        self.acknowledged = False  # the client has acknowledged our SETTINGS
+        self.acknowledged = False  # the client has acknowledged the server's SETTINGS
         self._credited = 0, 0  # frames and bytes of data already credited to the budget
         self._earned_control = 0  # earned control frames, not needed yet
         self.pings = 0  # total number of PINGs from the client
         self._refusing = False  # GOAWAY was sent: no new streams
-        self._promised = STREAM_BITS  # the last stream id of our GOAWAY
-        self._reset_streams: dict[int, None] = {}  # by us, before the client had finished
+        self._promised = STREAM_BITS  # the last stream id in the server's GOAWAY
+        # Reset by the server before the client's end of the stream.
+        self._reset_streams: dict[int, None] = {}
         self._window = LARGEST_WINDOW  # the receive window of the connection
         self.sending.ready.append(
             frames.settings(
@@ -271,7 +273,7 @@ class Http2Connection(FrameReader[T]):
     def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
         frames.parse_long(payload, "RST_STREAM")
         stream = self.streams.get(number)
-        if stream is None:  # it crossed our end of the stream
+        if stream is None:  # The frame crossed the server's end of the stream.
             self._check_begun(number, "RST_STREAM")
             self._control.spend()
             return

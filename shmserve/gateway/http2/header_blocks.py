@@ -37,8 +37,8 @@ logging.getLogger("hpack").setLevel(logging.INFO)
 _MOST_CACHED = 64
 _LONGEST_CACHED = 512
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
-_LONG_UPDATE = 0x1F  # in the first byte: the integer continues
-_MOST_UPDATES = 2  # of the table's size per block
+_LONG_UPDATE = 0x1F  # In the first byte of an update: more bytes of the integer follow.
+_MOST_UPDATES = 2  # updates of the table's size per block
 _LONGEST_LENGTH = 19  # digits
 
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))

@@ -25,10 +25,10 @@ from shmserve.gateway.http2.frames import (
     pack_long,
 )
 
-_pack_start = struct.Struct(">HBBB").pack  # of a frame header, up to the stream id
+_pack_start = struct.Struct(">HBBB").pack  # packs a frame header up to the stream id
 _OVERFLOW = "a window of more than 2^31-1"
 _JOINED = 32 * 1024  # responses up to this size are copied into one buffer
-_TURN = 256 * 1024  # bytes per stream and turn
+_TURN = 256 * 1024  # bytes that a stream may send before the next stream's turn
 
 
 class Stream:

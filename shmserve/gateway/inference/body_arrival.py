@@ -136,7 +136,7 @@ class Arrival:
         self._began = time.monotonic()
         self._waiting: asyncio.Timeout | None = None  # the current wait
         self._since = 0.0  # the start of the current wait
-        self._waited_s = 0.0  # the earlier waits
+        self._waited_s = 0.0  # the total time of the earlier waits
         self._release: Callable[[], None] | None = None
         self._evicted = False
         self.received = 0

@@ -56,7 +56,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 logger = logging.getLogger(__name__)
 
 Message = m.Responded | m.Failed
-_MOST_TEMPLATES = 8  # of one stream
+_MOST_TEMPLATES = 8  # templates of one stream
 
 R = TypeVar("R", bound=GatewayRequest)
 
@@ -229,7 +229,7 @@ class UnaryInference(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if not self.ended:
-            self.discard(message)  # the model has one response
+            self.discard(message)  # The model has exactly one response.
             return
         self.message = message
         built = self.built

@@ -444,7 +444,8 @@ class ArrivingTensors:
     def feed(self, piece: memoryview) -> int:
         """Receive bytes of the current tensor; return how many bytes belong to it."""
         size = min(len(self._remaining), len(piece))
-        if size and piece.obj is not self._remaining.obj:  # else they are in place
+        # Otherwise the bytes are in place already.
+        if size and piece.obj is not self._remaining.obj:
             self._remaining[:size] = piece[:size]
         self._remaining = self._remaining[size:]
         return size

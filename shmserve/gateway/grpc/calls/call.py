@@ -447,7 +447,7 @@ class UnaryCall(GrpcCall):
 
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
-_MOST_JOINED = 64 * 1024  # bytes of small messages in one frame
+_MOST_JOINED = 64 * 1024  # bytes of small messages that are joined in one frame
 _MOST_QUEUED = 256  # unread messages of a stream, since a small message uses more than its bytes
 
 
@@ -473,7 +473,7 @@ class StreamingCall(GrpcCall):
         self._closed = False  # The client has half-closed the stream.
         self._message_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
-        self._consumed = 0  # read bytes without a window update
+        self._consumed = 0  # bytes that were read since the last window update
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: StreamHandler) -> None:

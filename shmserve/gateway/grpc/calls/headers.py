@@ -57,7 +57,7 @@ _STATUS = {
     "UNAVAILABLE": StatusCode.UNAVAILABLE,
     "INTERNAL": StatusCode.INTERNAL,
 }
-_MOST_DETAILS = 7000  # bytes, as they are sent
+_MOST_DETAILS = 7000  # bytes of the percent-encoded details
 _WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -71,7 +71,7 @@ _STRICT = (b"triton_grpc_error", b"true")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _LONGEST_S = 1e9
 _LONGEST_TIMEOUT = 30  # digits
-_LONGEST_NAME = 64  # of an encoding in an error
+_LONGEST_NAME = 64  # characters of an unknown encoding's name in an error
 
 
 class CallHead:

@@ -102,8 +102,8 @@ class Assembly:
         self.sink: RequestSink[ArrivingRequest] | None = None
         self._piece = _NOTHING  # received data, of which `_position` bytes are consumed
         self._position = 0
-        self._copied = True  # out of the read buffer
-        self._later = bytearray()  # data behind the piece
+        self._copied = True  # The piece was copied out of the read buffer.
+        self._later = bytearray()  # data that was received after the piece
         self._prefix = b""
         self._size = 0
         self._message = bytearray()  # the received part of a message without a sink

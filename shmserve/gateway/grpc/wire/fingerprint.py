@@ -73,7 +73,7 @@ def split(raw: bytes) -> Split | None:
     contents: list[bytes] = []
     ids: list[bytes] = []
     sequence: list[bytes] = []
-    head: list[bytes] = []  # the kept parts
+    head: list[bytes] = []  # the parts of the head that are not cut out
     kept_from = at = head_end = 0
     end = len(raw)
     while at < end:
@@ -187,8 +187,9 @@ class PreparedRequests:
     def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MOST_KNOWN)
-        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)  # by size
-        self._layout_count = 0  # the number of templates in layouts, at most
+        # By the size of the message.
+        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)
+        self._layout_count = 0  # an upper bound of the number of templates in all layouts
 
     def find(self, raw: bytes) -> BuiltRequest | None:
         """Return the request in a message with a known layout, or None.

@@ -213,7 +213,7 @@ def _packed(contents: InferTensorContents) -> bytes:
     contents.DiscardUnknownFields()
     serialized = contents.SerializeToString()
     size = shift = 0
-    for at in range(1, len(serialized)):  # behind the tag, which is one byte
+    for at in range(1, len(serialized)):  # after the tag, which is one byte
         size |= (serialized[at] & 127) << shift
         shift += 7
         if serialized[at] < 128:

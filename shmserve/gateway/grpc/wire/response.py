@@ -25,7 +25,7 @@ LARGEST_MESSAGE = 2**31 - 1  # the limit of protobuf and gRPC
 
 _ID = b"\x1a"  # field 3, length-delimited
 _RAW_OUTPUT = b"\x32"  # field 6
-_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # of an output in a region
+_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # the contents of an output in a region
 _INFER_RESPONSE = b"\x12"  # field 2 of ModelStreamInferResponse
 _MOST_HEADS = 256
 
@@ -64,7 +64,7 @@ class GrpcResponseTemplate:
             try:
                 if list(map(len, data)) == self._sizes:
                     tail = self._form % tuple(data)
-            except TypeError:  # a range, or no data
+            except TypeError:  # The data is a range, or missing.
                 return None
         elif len(data) == self._count:
             tail = self._empty or self._contents(data)

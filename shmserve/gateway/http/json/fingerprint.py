@@ -66,7 +66,7 @@ class Fingerprint:
             parts = _NUMBERS.split(header)
             self.arrays = parts[1::2]
             header = b"\0".join(parts[::2])
-        # No complete header has the key of a cut one.
+        # A header that was not cut must not have the key of a cut header.
         self.key: Key = (header, tail_size if self.identity is None else ~tail_size)
 
 

@@ -120,7 +120,7 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    # No variable may hold the exception: its frames, with the text, would form a cycle.
+    # No variable may hold the exception: its traceback would refer to the text in a cycle.
     reason = f"{_UNREADABLE}{strict.msg.partition(': line')[0]}. at {strict.pos}"
     # Larger texts have their numbers in arrays, which are parsed in slices. The json module would
     # block the event loop for ten times as long as orjson.

@@ -244,7 +244,8 @@ def encode_parts(
 def _text(data: bytes | memoryview, datatype: str) -> bytes:
     values: list[Any] = memoryview(data).cast(_FORMAT[datatype]).tolist()  # type: ignore[call-overload]
     text = orjson.dumps(values)
-    if datatype not in _FLOATS or b"null" not in text:  # not finite
+    # orjson writes numbers that are not finite as null.
+    if datatype not in _FLOATS or b"null" not in text:
         return text
     non_finite = [_word(value) for value in values if value - value != 0.0]
     parts = chain.from_iterable(zip(text.split(b"null"), [*non_finite, b""], strict=True))

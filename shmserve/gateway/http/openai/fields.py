@@ -41,7 +41,8 @@ _GENERATION = _EVERY | _names(
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "add_special_tokens truncate_prompt_tokens priority response_format structured_outputs "
     "lora_name guided_json guided_regex guided_choice guided_grammar "
-    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"  # other names of these
+    # The last line has alternative names.
+    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION = _names(
@@ -69,7 +70,7 @@ _REFUSED: Mapping[str, Allowed] = {
     "function_call": Allowed(("none",), "it is replaced by tool_choice"),
     "detokenize": Allowed((True,), "only true is supported"),
     "return_tokens_as_token_ids": _FALSE,
-    "echo": _FALSE,  # of a chat
+    "echo": _FALSE,  # A chat has no echo.
     "chat_template": Allowed((), "only the model's own template is supported"),
     **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
     **dict.fromkeys(
@@ -89,7 +90,8 @@ DETOKENIZE = _EVERY | {"tokens"}
 _RESPONSE = _names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
-    "background conversation previous_response_id prompt "  # the only values are checked there
+    # responses.py checks the only permitted values of this line.
+    "background conversation previous_response_id prompt "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs"
 )
 RESPONSE = _EVERY | _RESPONSE

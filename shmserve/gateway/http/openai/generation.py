@@ -102,7 +102,8 @@ def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
     known = set()
     for each in [*token["top_logprobs"], token]:
         text, key = each["token"], each.get("token_id", each["token"])
-        if text in found and key not in known:  # parts of characters look the same
+        # Different parts of characters can have the same text.
+        if text in found and key not in known:
             text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
         known.add(key)
         found.setdefault(text, each["logprob"])
@@ -139,7 +140,8 @@ class _Sample:
     finish_reason: str | None = None
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
-    first_logprobs: dict[str, Any] | None = None  # those of the only part
+    # The log probabilities of the first part, while it is the only one.
+    first_logprobs: dict[str, Any] | None = None
     more: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)

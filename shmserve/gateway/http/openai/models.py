@@ -105,7 +105,8 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": 0, "total_tokens": 0}  # unknown
+    # Unknown, since the worker does not report them.
+    usage = {"prompt_tokens": 0, "total_tokens": 0}
     name = response_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
 
@@ -154,7 +155,7 @@ async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         for root in sorted(aliases)
         for name in [*names_of(gateway, root, unloaded), *aliases[root]]
     ]
-    # A name in several places belongs to the first.
+    # A name of several models belongs to the first model.
     unique = {each["id"]: each for each in reversed(found)}
     return json_response({"object": "list", "data": list(reversed(unique.values()))})
 
@@ -213,7 +214,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
     outputs = ("token_ids", TEXT) if with_texts else ("token_ids",)
     found = await _converted(gateway, request, model, prompt, parameters, outputs)
-    # No list of Python's is made of up to a million tokens.
+    # A million tokens are encoded without a Python list.
     tokens = orjson.dumps(found["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
         {

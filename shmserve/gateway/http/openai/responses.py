@@ -24,7 +24,7 @@ from shmserve.gateway.http.openai.bodies import response_name
 from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, supported_fields
 from shmserve.gateway.http.openai.generation import Delta, respond
 
-# The members of a body that a chat has, too, by their names there.
+# The members of a body that a chat also has, by their names in a chat.
 _CHAT_MEMBERS = {
     **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
     "max_output_tokens": "max_completion_tokens",
