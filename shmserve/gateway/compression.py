@@ -85,7 +85,8 @@ class Inflater:
     def finish(self) -> None:
         """Check at the end of the body that the compressed data is complete.
 
-        Raise InvalidArgument.
+        Raises:
+            InvalidArgument: The data is empty or incomplete.
         """
         if not self._received:
             raise InvalidArgument("nothing to be decompressed")

@@ -26,11 +26,15 @@ _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class GatewayModel:
-    """One version of a model, with its cache of prepared requests.
+    """One version of a model, with its cache of request templates.
 
-    `published`: it was neither withdrawn nor replaced. `ready` is for health: a model that is
-    starting again still takes requests, which wait. `tags` are further labels of its nv_* metrics,
-    `labels` the texts for the indices of each output that has any.
+    Attributes:
+        published: Whether the version was neither withdrawn nor replaced.
+        ready: The readiness for health requests. A version that restarts accepts requests, too.
+        tags: Additional labels of the version's nv_* metrics.
+        labels: The classification labels of each output, by index.
+        prepared: The templates of HTTP requests by fingerprint.
+        steps: The models of an ensemble's steps.
     """
 
     def __init__(self, published: ModelPublished) -> None:
@@ -80,9 +84,11 @@ _MOST_WITHDRAWN = 4096  # names of withdrawn models, which errors mention
 
 
 class ModelTable:
-    """name -> version -> `GatewayModel`; and the names of those on demand, loaded or not.
+    """The models by name and version.
 
-    `revision` changes with what any name and version mean.
+    Attributes:
+        on_demand: The names of models that are loaded on demand, loaded or not.
+        revision: A number that changes when a version is published or withdrawn.
     """
 
     def __init__(self, schedulers: GatewaySchedulers) -> None:
@@ -206,7 +212,7 @@ class ModelTable:
         return sorted(self._models.get(name, ()), key=int)
 
     def all(self) -> list[GatewayModel]:
-        """Every version of every model, in order."""
+        """Return every version of every model, sorted by name and version."""
         return [
             self._models[name][version]
             for name in sorted(self._models)
@@ -215,9 +221,10 @@ class ModelTable:
 
 
 def checked_version(text: str) -> str:
-    """Return a version in a message, "" for the latest.
+    """Return the version in a request message, or "" for the latest.
 
-    Raise InvalidArgument with Triton's text.
+    Raises:
+        InvalidArgument: The text is not a version. The message is that of Triton.
     """
     if not text or (text.isascii() and text.isdecimal()):
         return text
@@ -229,9 +236,10 @@ def checked_version(text: str) -> str:
 
 
 def whole_version(text: str) -> str:
-    """Return a version of a URL in canonical form: "01" is 1.
+    """Return a version in canonical form: "01" becomes "1".
 
-    Raise InvalidArgument beyond 63 bits.
+    Raises:
+        InvalidArgument: The version exceeds 63 bits.
     """
     if len(text) > 19 or int(text) > LARGEST:
         raise InvalidArgument(_NO_VERSION.format(text=text))
@@ -239,7 +247,7 @@ def whole_version(text: str) -> str:
 
 
 def describe(model: GatewayModel, versions: list[str]) -> dict[str, Any]:
-    """GET /v2/models/NAME: the metadata, with the versions that this request is to see."""
+    """Return the metadata of a model with these versions, as for GET /v2/models/NAME."""
     metadata = model.metadata
     return {
         "name": model.name,

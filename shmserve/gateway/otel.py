@@ -56,7 +56,7 @@ class Exporter:
         self._processor: Any = BatchSpanProcessor(exporter, **numbers)
 
     def export(self, trace: RequestTrace) -> None:
-        """Send a request that has ended, soon."""
+        """Queue the spans of a finished request for export."""
         # All times are monotonic, whereas OpenTelemetry has the time since the epoch.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for span in self._spans(trace, epoch_ns):
@@ -139,6 +139,6 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 
 
 def _attributes(model: str, version: str, request_id: str) -> dict[str, Any]:
-    """By Triton's names."""
+    """Return the attributes of a span, with Triton's names."""
     about = {"triton.model_name": model, "triton.model_version": int(version)}
     return about | ({"triton.request_id": request_id} if request_id else {})

@@ -103,8 +103,8 @@ class Frontend(ABC):
         """Accept no more connections, and notify the clients that the server drains.
 
         Args:
-            on_notified: The callback for the time when no request can arrive, except in streams
-                and on connections that stay open.
+            on_notified: Called once no further request can arrive, except in streams and on
+                connections that stay open.
             followed: Whether a successor accepts connections.
         """
         self._refuse_connections()

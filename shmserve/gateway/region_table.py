@@ -22,7 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayRegion:
-    """One generation of a name. `requests` is its reference count: those in flight that use it."""
+    """One generation of a region: its name may be registered again with other memory.
+
+    Attributes:
+        requests: The number of requests in flight that use the region.
+        spans: The ranges that requests in flight write to, shared by all regions of one object.
+    """
 
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
@@ -44,7 +49,8 @@ class GatewayRegion:
     def memory_range(self, requested: RegionRange) -> Range:
         """Return a range of this region as a memory range.
 
-        Raise InvalidArgument if it lies outside.
+        Raises:
+            InvalidArgument: The range does not lie within the region.
         """
         offset, size = requested.offset, requested.byte_size
         if offset >= self.byte_size:
@@ -92,7 +98,7 @@ class Spans:
         self.warned = False
 
     def add(self, span: tuple[int, int]) -> bool:
-        """Take a range; False, and nothing taken, when a part of it is."""
+        """Add a range; return False, and add nothing, if it overlaps another range."""
         ranges = self.ranges
         at = bisect_left(ranges, span)
         for start, _ in ranges[at : at + 1]:
@@ -104,7 +110,7 @@ class Spans:
         return True
 
     def remove(self, span: tuple[int, int]) -> None:
-        """Give back a range that was taken."""
+        """Remove a range that was added."""
         del self.ranges[bisect_left(self.ranges, span)]
 
 
@@ -113,7 +119,7 @@ Write = tuple[GatewayRegion, tuple[int, int]]
 
 
 class Uses:
-    """One request's references to regions and the ranges that it writes; released together."""
+    """The references of one request to regions, and the ranges that it writes to."""
 
     __slots__ = ("_spans", "_table", "_writes", "regions")
 
@@ -124,7 +130,13 @@ class Uses:
         self._writes: list[Write] = []  # the outputs that overlap no other output
 
     def take(self, requested: RegionRange, *, write: bool = False) -> Range:
-        """Use a range; raises NotFound or InvalidArgument."""
+        """Refer to a range of a region; with `write`, also reserve it for an output.
+
+        Raises:
+            NotFound: The region is not registered.
+            InvalidArgument: The range does not lie within the region.
+            AlreadyExists: An output overlaps an output in flight and may not.
+        """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
         if region not in self.regions:
@@ -217,10 +229,11 @@ class Pattern(NamedTuple):
 
 
 class RegionTable:
-    """The regions by name, and by id until nothing refers to them.
+    """The regions by name, and by id until no request refers to them.
 
-    `report` sends the supervisor the changes in the use of retired and withdrawn generations.
-    `overlap` is the policy for outputs of two requests in one place: "error", "warn" or "ignore".
+    Args:
+        report: Sends the supervisor changes in the use of retired and withdrawn regions.
+        overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
     """
 
     def __init__(
@@ -236,7 +249,7 @@ class RegionTable:
         self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """Add a region under its name, or list one that only requests in flight use."""
+        """Add a region under its name, or list a region that only requests in flight use."""
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:
@@ -250,7 +263,7 @@ class RegionTable:
             self.version += 1
 
     def retire(self, memory_id: int) -> None:
-        """Report the use of a region from now on; its name is removed once no gateway uses it."""
+        """Report the use of an unregistered region, which is withdrawn once no gateway uses it."""
         region = self._by_id.get(memory_id)
         if region is not None:
             region.retired = True
@@ -276,7 +289,7 @@ class RegionTable:
             self.released(region)
 
     def drained(self, memory_id: int) -> None:
-        """No request refers to a withdrawn generation any more, here or in another gateway."""
+        """Remove a withdrawn region that no request of any gateway refers to."""
         self._draining.pop(memory_id, None)
 
     def released(self, region: GatewayRegion) -> None:
@@ -291,7 +304,11 @@ class RegionTable:
         self._report(RegionReleased(region.memory.id))
 
     def find(self, name: str) -> GatewayRegion:
-        """Return the region of a name for a request; raise NotFound."""
+        """Return the region with a name.
+
+        Raises:
+            NotFound: No region has this name.
+        """
         region = self._by_name.get(name)
         if region is None:
             raise NotFound(
@@ -302,7 +319,7 @@ class RegionTable:
         return region
 
     def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
-        """Return the regions of a kind that `peer` may see: that of a name, or all for "".
+        """Return the regions of a kind that `peer` may see: all, or the one with a `name`.
 
         Raises:
             NotFound: The name is unknown or of the other kind; the message is Triton's.
@@ -323,20 +340,24 @@ class RegionTable:
         return [region]
 
     def _listed(self) -> dict[str, GatewayRegion]:
-        """By name, those that may be used, and those that only requests in flight use."""
+        """Return the regions by name, including those that only requests in flight use."""
         return {**{region.name: region for region in self._draining.values()}, **self._by_name}
 
     def all(self) -> Iterable[GatewayRegion]:
-        """Every region that has a name, by name."""
+        """Return the regions that have a name, sorted by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def listed_only(self) -> Iterable[GatewayRegion]:
-        """Every one that no request can name."""
+        """Return the regions that no request can name: withdrawn ones and local clients' memory."""
         return self._draining.values()
 
 
 def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
-    """Raise NotFound unless all these regions are this user's to use."""
+    """Check that a user may use regions.
+
+    Raises:
+        NotFound: A region belongs to another user.
+    """
     for region in regions:
         if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(

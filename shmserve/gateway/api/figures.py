@@ -38,7 +38,10 @@ _IDLE: Point = (0, 0, None, None, 0, 0)
 
 
 class Figures:
-    """Rows by "NAME/VERSION", from the difference between a report and that of a window ago."""
+    """The rows of all model versions, by "NAME/VERSION".
+
+    The rates of a row are the difference between the current report and that of `WINDOW_S` ago.
+    """
 
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
@@ -46,7 +49,12 @@ class Figures:
         self._exits: dict[str, deque[tuple[float, int]]] = {}
 
     def rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
-        """Return the rows of the schedulers' reports at `now_s` (monotonic)."""
+        """Return the row of each model version, given the schedulers' reports.
+
+        Args:
+            reports: The reports, as `management.collect` returns them.
+            now_s: The time of the reports, in monotonic seconds.
+        """
         found = {f"{each['name']}/{each['version']}": each["shmserve"] for each in reports}
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
             self._snapshots.popleft()
@@ -78,7 +86,7 @@ class History:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, at_s: float, rows: Mapping[str, Row]) -> None:
-        """Add the rows at a time (of the wall clock), unless the last ones are recent."""
+        """Add the rows at `at_s` (seconds since the epoch), unless the last rows are recent."""
         snapshots = self._snapshots
         if snapshots and 0 <= at_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return

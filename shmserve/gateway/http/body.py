@@ -100,7 +100,14 @@ async def read_json(
     check: Check | None = None,
     parse: Callable[[bytes], Any] = loads,
 ) -> Any:
-    """Return the body of a request as JSON; an empty body is {} unless a body is `required`.
+    """Return the parsed JSON body of a request.
+
+    Args:
+        gateway: The gateway.
+        request: The request.
+        required: Whether an empty body is an error; otherwise it is parsed as {}.
+        check: A check of a large body.
+        parse: The parser.
 
     Raises:
         JsonFault: The body is not JSON.

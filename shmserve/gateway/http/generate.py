@@ -139,7 +139,7 @@ class _Generation:
         return 200 if error is None else 400  # as in Triton, for any error of a model
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response, which may be an error; see `infer.Encode`."""
+        """Encode the first response in the queue, which may be an error."""
         inferred: Inferred | None = None
         try:
             inferred = self.responses.request.outputs(self.responses.first)

@@ -49,10 +49,10 @@ _CODING = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.I
 def without_length(request: bytes) -> bytes | None:
     """Return a chunked request of HTTP/1.1 without its Content-Length, or None for another request.
 
-    Chunks override a length (RFC 9112, 6.3). A proxy in front may have gone by the length and take
-    the remaining bytes for another request (request smuggling). The caller therefore has to end the
-    connection with this request, so that no byte behind it is ever handled as a request. Requests
-    with several lengths or codings, or another coding than chunks, are left as they are: refused.
+    Chunks override a length (RFC 9112, 6.3). A proxy in front of the server may use the length
+    instead, and treat the remaining bytes as another request (request smuggling). The caller
+    therefore has to end the connection with this request, so that no later byte is handled as a
+    request. Requests with several lengths or codings, or another coding than chunks, are refused.
     """
     head, end, rest = request.partition(b"\r\n\r\n")
     head += b"\r\n"

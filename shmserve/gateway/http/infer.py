@@ -321,7 +321,7 @@ class _Events:
         self._infer_request = replace(infer_request, outputs=outputs, binary=False)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response; see `Encode`."""
+        """Encode the first response in the queue, for `streaming_response`."""
         request, message = self._responses.request, self._responses.first
         inferred: Inferred | None = None
         try:

@@ -63,7 +63,13 @@ _NOTHING = memoryview(b"")
 
 
 class Http2Connection(FrameReader[T]):
-    """An HTTP/2 connection; `read_head` converts the header fields of a request."""
+    """A server's HTTP/2 connection.
+
+    Args:
+        read_head: Converts the header fields of a request.
+        limits: The limits of the connection.
+        clock: Returns the time in seconds.
+    """
 
     def __init__(
         self,

@@ -63,7 +63,9 @@ class HeaderDecoder(Generic[Read]):
     def request(self, block: bytes) -> Read:
         """Return the head of a request.
 
-        Raise StreamFault if it is malformed, or ConnectionFault.
+        Raises:
+            StreamFault: The fields are malformed.
+            ConnectionFault: The block cannot be decoded.
         """
         cached = self._heads.get(block)
         if cached is not None:
@@ -77,7 +79,12 @@ class HeaderDecoder(Generic[Read]):
         return found
 
     def trailers(self, block: bytes) -> None:
-        """Decode and validate the trailers of a request; raise like `request`."""
+        """Decode and validate the trailers of a request.
+
+        Raises:
+            StreamFault: The fields are malformed.
+            ConnectionFault: The block cannot be decoded.
+        """
         check_trailers(self._decode(block)[0])
 
     def skip(self, block: bytes) -> None:
@@ -87,7 +94,8 @@ class HeaderDecoder(Generic[Read]):
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
         """Return the fields of a block, and whether an identical block will decode identically.
 
-        Raises ConnectionFault, after which no further block can be decoded.
+        Raises:
+            ConnectionFault: The block cannot be decoded, nor any later block.
         """
         table = self._decoder.header_table
         entries: Sequence[object] = table.dynamic_entries if self._caches else ()
@@ -125,13 +133,14 @@ def _check_updates(block: bytes) -> None:
 
 
 def request_fields(fields: Fields) -> Fields:
-    """Return the fields of a request as gRPC's core and HTTP/1.1 read them.
+    """Return the validated fields of a request.
 
-    White space around a value is removed. Fields that concern a connection, which programs forward
-    as metadata, are dropped: framing is HTTP/2's, so that they cannot affect it.
+    White space around values is removed, as in gRPC's core and HTTP/1.1. Fields of HTTP/1.1
+    connections, which some programs forward as metadata, are removed: they have no effect in
+    HTTP/2.
 
     Raises:
-        StreamFault: The head is malformed otherwise (RFC 9113, 8.2 and 8.3).
+        StreamFault: The head is malformed (RFC 9113, 8.2 and 8.3).
     """
     pseudo: set[bytes] = set()
     found: list[tuple[bytes, bytes]] = []

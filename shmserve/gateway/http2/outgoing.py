@@ -32,12 +32,14 @@ _TURN = 256 * 1024  # bytes that a stream may send before the next stream's turn
 
 
 class Stream:
-    """An open or half-closed stream; `call` belongs to its receiver.
+    """An open or half-closed stream.
 
     Attributes:
-        ended: The client sends no more.
-        finished: All output is queued.
-        on_sent: Called once all output has been passed to the socket.
+        call: The call of the stream, which the receiver of the events sets.
+        ended: Whether the client has ended its side of the stream.
+        finished: Whether all output is queued.
+        on_progress: The callback for the time when queued data was sent.
+        on_sent: The callback for the time when all output was passed to the socket.
     """
 
     __slots__ = (

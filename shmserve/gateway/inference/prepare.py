@@ -75,7 +75,7 @@ class BuiltRequest:
     trace: RequestTrace | None = None
 
     def release(self) -> None:
-        """Release the resources of the request, which is not submitted."""
+        """Release the resources of a request that is not submitted."""
         if self.on_release is not None:
             self.on_release()
 

@@ -242,7 +242,7 @@ class GrpcCall(ABC):
         self._take_messages(assembly, len(piece))
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None."""
+        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
         assembly = self._assembly
         return None if assembly is None or self.done else assembly.next_buffer(most)
 

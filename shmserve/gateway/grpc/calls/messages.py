@@ -117,7 +117,7 @@ class Assembly:
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None."""
+        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
         if self.sink is None or self._position < len(self._piece) or self._later:
             return None
         return self.sink.next_buffer(min(most, self.missing))
@@ -130,7 +130,7 @@ class Assembly:
             self._later += piece
 
     def keep_piece(self) -> None:
-        """Copy the received data, since it is consumed later than the read buffer is reused."""
+        """Copy the unconsumed data out of the read buffer, which is about to be reused."""
         if not self._copied:
             self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
             self._copied = True

@@ -174,7 +174,7 @@ class _CachedTemplate:
 
 
 class _Layout(NamedTuple):
-    """The layout of messages of one size, and the templates by the kept parts of the message."""
+    """The layout of messages of one size, with the templates by the kept parts of a message."""
 
     struct: Struct
     has_id: bool

@@ -295,7 +295,7 @@ class RequestSink(Generic[A]):
         self._whole_message: list[bytes] | None = None  # the message, if it is collected as a whole
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None."""
+        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
         return None if self._tensors is None else self._tensors.next_buffer(most)
 
     def feed(self, piece: memoryview) -> None:

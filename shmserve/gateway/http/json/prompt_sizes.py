@@ -67,7 +67,7 @@ async def find_long_prompt(
 
 
 def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
-    """Return the error of a prompt or of other fields in a parsed body, or ""."""
+    """Return the error about a prompt or other fields that are too large, or ""."""
     token_limit = longest.get(body.get("model") or model) if isinstance(body, dict) else None
     if token_limit is None:
         return ""

@@ -148,7 +148,7 @@ class TextRequest(NamedTuple):
 
 
 def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
-    """Return the outputs that few requests want."""
+    """Return the outputs that only some requests need: token ids and log probabilities."""
     found: tuple[str, ...] = ()
     if "return_token_ids" in parameters and parameters["return_token_ids"] is True:
         found = ("token_ids", "prompt_token_ids")
@@ -386,10 +386,11 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
 
 
 def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> bytes:
-    """Return the body of an error's response.
+    """Return the body of an error response: {"error": {"message", "type", "param", "code"}}.
 
-    Its form is {"error": {"message", "type", "param", "code"}}. `names` has the client's names of
-    fields.
+    Args:
+        error: The error.
+        names: The client's names of the fields that errors name otherwise.
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"

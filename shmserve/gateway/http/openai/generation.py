@@ -153,7 +153,7 @@ class _Sample:
         return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Add reasoning and calls, and return them for a chunk."""
+        """Add reasoning and tool calls, and return the members of a chunk with them."""
         found = _reasoning(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
         calls: list[dict[str, Any]] = []
@@ -177,7 +177,7 @@ class _Sample:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Return reasoning by both names that clients know."""
+    """Return reasoning under both member names that clients use."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -199,7 +199,7 @@ class Choices:
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """Add a part of a sample of a prompt, and return the choice for a chunk."""
+        """Add a part of a sample's text, and return the choice for a chunk of the stream."""
         index = prompt * self.samples + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
@@ -319,13 +319,13 @@ class Rendering(Protocol):
     """The form of a response to a request for text, whole or as a stream."""
 
     def add(self, prompt: int, delta: Delta) -> Any:
-        """Add a part of a sample of a prompt, and return what a stream has of it."""
+        """Add a part of a sample's text, and return its parts of the stream."""
 
     def whole_response(self) -> dict[str, Any]:
         """Return the whole response."""
 
     def frames(self, parts_of_responses: list[list[Any]]) -> list[bytes]:
-        """Return the server-sent events of what `add` has returned for each response."""
+        """Return the server-sent events for the results of `add`, one list per response."""
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are wanted."""
@@ -337,7 +337,7 @@ class Rendering(Protocol):
 async def respond(
     gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, rendering: Rendering
 ) -> HttpResponse:
-    """Respond with the text of a model in some form."""
+    """Return the response with the text of a model, whole or as a stream."""
     generation = _Generation(gateway, request, text_request, rendering)
     try:
         await generation.begun()

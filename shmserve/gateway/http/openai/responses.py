@@ -70,7 +70,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the output of a model: messages, reasoning and calls of functions."""
+    """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
     body = await bodies.read(gateway, request)
     given = supported_fields(body, RESPONSE, gateway.settings.refuse_unknown_fields)
     text_request = await bodies.chat(gateway, _chat(given))
@@ -219,7 +219,7 @@ def _stored_item(index: int, name: Any) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class ResponseObject:
-    """A response in progress: its output items, and the events that a stream has of them."""
+    """A response in progress: its output items, and their events in a stream."""
 
     body: dict[str, Any]
     _items: list[dict[str, Any]] = field(default_factory=list)
@@ -236,7 +236,7 @@ class ResponseObject:
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
-        """Add a part of the text, and return its events."""
+        """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._count else self._begin()
         logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
