@@ -62,23 +62,24 @@ def decode_bytes(
         InvalidArgument: The lengths or the number of elements do not match `raw`.
     """
     data = bytes(raw)
+    size = len(data)
     expected = element_count(shape)
     # Every element has a 4-byte length, so an excessive element count allocates no memory.
-    items = np.empty(min(expected, len(data) // 4), dtype=np.object_)
+    items = np.empty(min(expected, size // 4), dtype=np.object_)
     at = got = 0
-    while at < len(data):
-        if len(data) - at < 4:
+    while at < size:
+        if size - at < 4:
             raise InvalidArgument(
                 f"incomplete string length indicator for inference input '{name}' for model "
-                f"'{model}', expecting 4 bytes but only {len(data) - at} bytes available. "
+                f"'{model}', expecting 4 bytes but only {size - at} bytes available. "
                 "Please make sure the string length indicator is in one buffer."
             )
         length = int.from_bytes(data[at : at + 4], "little")
         at += 4
-        if length > len(data) - at:
+        if length > size - at:
             raise InvalidArgument(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
-                f"expecting string of length {length} but only {len(data) - at} bytes available"
+                f"expecting string of length {length} but only {size - at} bytes available"
             )
         if got == expected:
             raise InvalidArgument(

@@ -24,7 +24,15 @@ from tests.support.messages import inferred_of
 
 _PATIENCE_S = 60.0
 
-ALL = ("text_output", "index", "token_ids", "finish_reason", "logprobs", "usage")
+ALL = (
+    "text_output",
+    "index",
+    "token_ids",
+    "finish_reason",
+    "stop_reason",
+    "logprobs",
+    "usage",
+)
 
 
 def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
@@ -53,7 +61,7 @@ def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
             continue
         texts = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
         found[output.name] = [each.decode() for each in texts.ravel()]
-        if output.name in ("logprobs", "usage"):
+        if output.name in ("logprobs", "usage", "stop_reason"):
             found[output.name] = [json.loads(each or "null") for each in found[output.name]]
     return found
 

@@ -72,6 +72,18 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
 
 
+def test_stop_reasons_of_choices() -> None:
+    """As in vLLM, chunks of chats have it only at the end of a sample."""
+    completion, chat = Choices(COMPLETION, "m", 1), Choices(CHAT, "m", 1)
+    deltas = Delta(0, "a"), Delta(0, "b", "stop", stop_reason="END")
+    found = [[each.add(0, delta) for delta in deltas] for each in (completion, chat)]
+    assert [each.get("stop_reason", "absent") for each in found[0]] == [None, "END"]
+    assert [each.get("stop_reason", "absent") for each in found[1]] == ["absent", "END"]
+    for each in (completion, chat):
+        assert each.whole_response()["choices"][0]["stop_reason"] == "END"
+    assert chat.add(0, Delta(0, "", "length"))["stop_reason"] is None
+
+
 def test_the_role_is_only_in_the_first_chunk() -> None:
     choices = Choices(CHAT, "m", 2)
     deltas = [

@@ -35,6 +35,7 @@ from tests.support.waiting import until
 def sample(text: str = "", tokens: Sequence[int] = (), **more: Any) -> SimpleNamespace:
     """A part of a sample, as vLLM's `CompletionOutput`."""
     plain = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
+    plain["stop_reason"] = None
     return SimpleNamespace(text=text, token_ids=list(tokens), **{**plain, **more})
 
 
@@ -181,9 +182,10 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     model.engine.outputs = [
         output(sample("a", [1]), sample("b", [2, 3], index=1)),
         output(sample("c", [4], finish_reason="length"), prompt_token_ids=None),
-        output(sample("", [], index=1, finish_reason="stop"), finished=True),
+        output(sample("", [], index=1, finish_reason="stop", stop_reason="x"), finished=True),
     ]
     wanted = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
+    wanted.append("stop_reason")
     model.ask({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, wanted)
     one, other, two, three, end = model.responses(1)
     assert end == "end"
@@ -194,7 +196,7 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     assert one["usage"] == [""]
     assert two["finish_reason"] == ["length"]
     assert two["prompt_token_ids"] == []
-    assert three["finish_reason"] == ["stop"]
+    assert (three["finish_reason"], three["stop_reason"]) == (["stop"], ['"x"'])
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2, "samples": [2, 2]}
     assert json.loads(three["usage"][0]) == usage
     assert model.engine.calls[0][1:] == (False, True)

@@ -65,6 +65,7 @@ _OUTPUTS = [
     _tensor("token_ids", "INT32", -1),
     _tensor("prompt_token_ids", "INT32", -1),
     _tensor("finish_reason", "STRING", -1),
+    _tensor("stop_reason", "STRING", -1),
     _tensor("logprobs", "STRING", -1),
     _tensor("message", "STRING", -1),
     _tensor("usage", "STRING", 1),

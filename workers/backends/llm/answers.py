@@ -45,6 +45,8 @@ class SampleText:
         begun: Whether a response with the sample was sent.
         parser: The parser of the message, if it is wanted.
         thoughts: The number of tokens of reasoning.
+        stop_reason: The stop string or the token that has ended the sample, as in vLLM: None for
+            the tokenizer's end token.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SampleText:
         self.index = index
         self.count = 0  # number of tokens
         self.finish_reason = ""
+        self.stop_reason: str | int | None = None
         self.sent_characters = self.sent_tokens = 0
         self.pending = echo
         self.tokens: list[int] = []
@@ -64,7 +67,7 @@ class SampleText:
         self.open = True
         self.begun = False
         self._sent_before = self._tokens_before = 0  # sent by other instances
-        self._prompt = prompt
+        self._prompt, self._texts = prompt, texts
         self._echoed = len(echo)
         skip, self._dropped = parameters.skip_special_tokens, frozenset[int]()
         if skip and self.parser is not None and self.parser.format.kept:
@@ -123,17 +126,29 @@ class SampleText:
             found = self._text(token, last)
             if self.parser is not None:
                 self.thoughts += self.parser.thinking
-                self.parser.feed(self.pending[before:], ended=found or bool(last))
+                self.parser.feed(self.pending[before:], ended=bool(found or last))
             if self._sent_before or self._tokens_before:
                 self._skip_sent()
             if found:
-                self.finish_reason = "stop"
+                self.finish_reason, self.stop_reason = "stop", found
                 return not last
         self.finish_reason = finish_reason
+        if finish_reason == "stop":
+            self.stop_reason = self._stop_token(tokens[-1])
         return False
 
-    def _text(self, token: int, finish_reason: str) -> bool:
-        """Append the text of a token; return whether it completes a stop string."""
+    def _stop_token(self, token: int) -> str | int | None:
+        """Return the stop reason for the last token, which ends the sample."""
+        parameters = self._prompt.parameters
+        if token not in (*self._prompt.ends, *parameters.stop_token_ids):
+            return None
+        if token == self._prompt.eos and not parameters.beams:
+            return None
+        text, _ = self._texts.shown(token)
+        return text if text in parameters.stop else token
+
+    def _text(self, token: int, finish_reason: str) -> str:
+        """Append the text of a token; return the stop string that it completes, or ""."""
         parameters = self._prompt.parameters
         # The text excludes end tokens.
         ends = token in self._prompt.ends or token in parameters.stop_token_ids
@@ -143,7 +158,7 @@ class SampleText:
             text += self._detokenizer.flush()
         if self.count <= parameters.min_tokens and not finish_reason:
             self.pending += text
-            return False
+            return ""
         text, found = self._stops.add(text)
         self.pending += text
         if finish_reason and not found:
@@ -270,6 +285,9 @@ class TextResponse:
         if "message" in self._wanted:
             parts = zip(samples, taken, strict=True)
             made["message"] = ("BYTES", [sample.message(text) for sample, (text, *_) in parts])
+        if "stop_reason" in self._wanted:
+            reasons = [orjson.dumps(sample.stop_reason) for sample in samples]
+            made["stop_reason"] = ("BYTES", reasons)
         if "prompt_token_ids" in self._wanted:
             tokens = [] if samples[0].begun else self.prompt.tokens
             made["prompt_token_ids"] = ("INT32", tokens)

@@ -155,6 +155,7 @@ class PromptReader:
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, ends)
         prompt.message, prompt.frame = message, frame
+        prompt.eos = -1 if ignores else self._checkpoint.eos
         prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
         if max(prompt.scored, parameters.logprobs) >= 0:
             prompt.replayed = before

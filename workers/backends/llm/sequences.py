@@ -28,6 +28,7 @@ class Prompt:
         cached: The number of tokens that were not computed; -1 if that is not known yet.
         message: The format of the message, if its text has calls or reasoning.
         frame: The grammar of the message, in which that of the parameters is the content's.
+        eos: The end token that is no stop reason; -1 if there is none.
     """
 
     key: int
@@ -43,6 +44,7 @@ class Prompt:
     cached: int = -1
     message: MessageFormat | None = None
     frame: str = ""
+    eos: int = -1
 
     def begin(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence that begins with the prompt, and the resumed tokens of its sample."""

@@ -220,25 +220,25 @@ class StopStrings:
         self._included = included
         self._held = ""
 
-    def add(self, text: str) -> tuple[str, bool]:
+    def add(self, text: str) -> tuple[str, str]:
         """Append text.
 
-        Return the text outside of stop strings, and whether a stop string was found.
+        Return the text outside of stop strings, and the stop string that was found, or "".
 
         If there are several stop strings, the one that ends first counts.
         """
         if not self._stops:
-            return text, False
+            return text, ""
         text = self._held + text
         found = [(text.find(stop), stop) for stop in self._stops]
-        matches = [(begin + len(stop), begin) for begin, stop in found if begin >= 0]
+        matches = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
         if matches:
-            end, begin = min(matches)
+            end, begin, stop = min(matches)
             self._held = ""
-            return text[: end if self._included else begin], True
+            return text[: end if self._included else begin], stop
         held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        return text[: len(text) - held], ""
 
     def flush(self) -> str:
         """Return the text held back."""

@@ -110,7 +110,8 @@ def response_name(gateway: Gateway, model: str) -> str:
 # The output with the content, the reasoning and the tool calls of a text, as JSON.
 MESSAGE = "message"
 
-_OUTPUTS = (TEXT, "index", "finish_reason", "usage")
+_OUTPUTS = (TEXT, "finish_reason", "usage")
+_STOP_REASON = "stop_reason"  # which models of other backends may lack
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first one counts
@@ -133,6 +134,10 @@ class TextRequest(NamedTuple):
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
         names = [*_OUTPUTS, *self.details]
+        if self.samples != 1:
+            names.append("index")
+        if _STOP_REASON in self.model.signature.outputs:
+            names.append(_STOP_REASON)
         if wants_logprobs(self.parameters) and "logprobs" not in names:
             names.append("logprobs")
         text = orjson.dumps(self.parameters).decode()

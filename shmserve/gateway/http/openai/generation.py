@@ -32,6 +32,7 @@ from shmserve.gateway.inference.prepare import build
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
+_NO_STOP = (b"", b"null")
 _DONE = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 
@@ -44,6 +45,7 @@ class Delta(NamedTuple):
         usage: The numbers of tokens, in the last part of all.
         more: Further members of the choice, or of the response to a chat.
         message: The content, the reasoning and the tool calls of the text, if it was split.
+        stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
     sample: int
@@ -53,6 +55,7 @@ class Delta(NamedTuple):
     usage: dict[str, Any] | None = None
     more: dict[str, Any] = {}  # noqa: RUF012 - never changed
     message: dict[str, Any] | None = None
+    stop_reason: str | int | None = None
 
 
 class Form(NamedTuple):
@@ -138,6 +141,7 @@ CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 class _Sample:
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
     # The log probabilities of the first part, while it is the only one.
@@ -210,7 +214,9 @@ class Choices:
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
-        sample.finish_reason = choice["finish_reason"]
+        if delta.finish_reason or not self.form.chat:
+            choice["stop_reason"] = delta.stop_reason
+        sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.begun else choice["logprobs"]
         if delta.more:
             choice |= self._add_more(sample, delta.more)
@@ -247,6 +253,7 @@ class Choices:
                 **self.form.content(sample.text, sample.parts()),
                 "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
                 **sample.more,
             }
             for index, sample in sorted(self._samples.items())
@@ -455,6 +462,7 @@ class _Generation:
             found.get("finish_reason", absent),
             found.get("logprobs", absent),
             [*found.get("usage", ()), *absent][: len(texts)],
+            found.get("stop_reason", absent),
         )
         deltas = [
             Delta(
@@ -463,8 +471,9 @@ class _Generation:
                 reason.decode(),
                 orjson.loads(logprobs) if logprobs else None,
                 orjson.loads(usage) if usage else None,
+                stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP else None,
             )
-            for index, text, reason, logprobs, usage in zip(*columns, strict=True)
+            for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
         return list(self._with_more(deltas, found)) if self._text_request.details else deltas
 

@@ -20,7 +20,6 @@ from shmserve.gateway.grpc.calls.messages import (
     BrokenMessage,
     Deflater,
     Received,
-    Sink,
     framed,
     inflated,
 )
@@ -29,7 +28,7 @@ from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 
 WINDOW = 1 << 20
 HEAD = CallHead([(b":method", b"POST"), (b":path", b"/x"), (b"content-type", b"application/grpc")])
-Sinks = Callable[[CallHead, int], Sink | None]
+Sinks = Callable[[CallHead, int], Any]
 
 
 def message(data: bytes, *, compressed: bool = False) -> bytes:

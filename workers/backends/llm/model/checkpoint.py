@@ -65,6 +65,7 @@ class Checkpoint:
         stored: The tensors in the files by name.
         quantisation: The quantisation of the weights.
         ends: The tokens that end a text.
+        eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
         templates: The chat templates by name; the usual one is "default".
         special: The texts of special tokens, for the templates.
@@ -75,6 +76,7 @@ class Checkpoint:
     stored: dict[str, Stored]
     quantisation: Quantisation
     ends: tuple[int, ...]
+    eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     special: dict[str, str] = field(default_factory=dict)
@@ -99,13 +101,13 @@ class Checkpoint:
             raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
-        ends += _token_ids(tokenizer.token_to_id(special.get("eos_token", "")))
+        eos = tokenizer.token_to_id(special.get("eos_token", ""))
+        ends += _token_ids(eos)
         # The model never generates the tokens that it lacks.
         ends = tuple(dict.fromkeys(each for each in ends if each < architecture.vocabulary))
         _warn(defaults)
-        return cls(
-            architecture, tokenizer, stored, quantisation, ends, defaults, templates, special
-        )
+        parts = architecture, tokenizer, stored, quantisation
+        return cls(*parts, ends, -1 if eos is None else eos, defaults, templates, special)
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from tests.rigs.llm_rig import Scheduler, llm_rig
-from tests.support.hf_folders import tokenizer_text
+from tests.support.hf_folders import END, tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generated, reference
 
 Folder = Callable[..., Path]
@@ -123,8 +124,31 @@ def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folde
     assert scheduler.text(3) == whole[: end + len(stop)]
     for key in (1, 2, 3):
         last = scheduler.responses[key][-1]
-        assert last["finish_reason"] == ["stop"]
+        assert (last["finish_reason"], last["stop_reason"]) == (["stop"], [stop])
         assert last["usage"][0]["completion_tokens"] < 30
+
+
+def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Folder) -> None:
+    """As in vLLM, the tokenizer's end token is none; other end tokens of the model are."""
+    token = greedy(folder, 2)[1]
+    path = shutil.copytree(folder(), tmp_path / "ends")
+    settings = {"eos_token_id": [0, token]}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"ignore_eos": False}, token),
+        ({"stop_token_ids": [token]}, token),
+        ({"ignore_eos": False, "stop_token_ids": [0], "logit_bias": {"0": 100}}, None),
+        ({"stop_token_ids": [0], "logit_bias": {"0": 100}}, 0),
+        ({"ignore_eos": False, "stop": [END], "logit_bias": {"0": 100}}, None),
+        ({"stop": [END], "logit_bias": {"0": 100}}, END),
+        ({"max_tokens": 1}, None),
+    ]
+    with llm_rig(tmp_path / "stops", path) as scheduler:
+        for key, (more, _) in enumerate(cases):
+            scheduler.add(key, **{**GREEDY, "max_tokens": 5, **more})
+        scheduler.run()
+        found = [scheduler.responses[key][-1]["stop_reason"] for key in range(len(cases))]
+    assert found == [[reason] for _, reason in cases]
 
 
 def test_who_takes_nothing_is_told_later_and_stops_nobody(
@@ -365,6 +389,7 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
     (response,) = scheduler.responses[1]
     assert response["text_output"] == [TOKENIZER.decode([61, 62]), TOKENIZER.decode([63])]
     assert response["finish_reason"] == ["stop", "length"]
+    assert response["stop_reason"] == [0, None]
 
 
 def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
@@ -568,20 +593,20 @@ def test_nothing_of_a_stop_string_is_told() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given, found, memory_range = StopStrings(stops, included), "", False, 0
+        filtered, given, found, memory_range = StopStrings(stops, included), "", "", 0
         while memory_range < len(text) and not found:
             size = chance.randrange(1, 4)
             piece, found = filtered.add(text[memory_range : memory_range + size])
             given += piece
             memory_range += size
         given += filtered.flush()
-        assert given == expected(text, stops, included), (text, stops)
+        assert (given, found) == expected(text, stops, included), (text, stops)
 
 
-def expected(text: str, stops: list[str], included: bool) -> str:
-    """A text up to the stop string that is complete first."""
+def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:
+    """A text up to the stop string that is complete first, and the stop string."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
-                return text[: end if included else end - len(stop)]
-    return text
+                return text[: end if included else end - len(stop)], stop
+    return text, ""
