@@ -5,6 +5,7 @@ import gzip
 import random
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_a_large_message_is_received_in_place() -> None:
 
     async def play(scene: Scene) -> None:
         data = random.Random(0).randbytes(600_000)
-        sink = TensorSink(len(data))
+        sink: Any = TensorSink(len(data))
         scene.sinks = lambda *_: sink
         sent = message(data)
         scene.say(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))

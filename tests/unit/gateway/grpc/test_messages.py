@@ -189,7 +189,7 @@ def test_large_messages_are_received_by_a_sink() -> None:
 
 
 def test_a_dropped_message_releases_its_sink() -> None:
-    sink = Kept()
+    sink: Any = Kept()
     assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
     fed(assembly, PREFIX.pack(0, LARGE) + b"some")
     assembly.drop()
