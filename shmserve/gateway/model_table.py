@@ -173,7 +173,7 @@ class ModelTable:
         if not version:
             return self._latest.get(name)
         versions = self._models.get(name, {})
-        return versions.get(version) or versions.get(whole_version(version))
+        return versions.get(version) or versions.get(canonical_version(version))
 
     def current(self, model: GatewayModel) -> GatewayModel:
         """Return the version that serves now in place of `model`, which a request refers to.
@@ -197,7 +197,7 @@ class ModelTable:
 
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"
-        version = whole_version(version) if version else ""
+        version = canonical_version(version) if version else ""
         was = self._withdrawn.get(name, ())
         if version and version in was:
             raise Unavailable(f"{unknown} version {version} is not at ready state")
@@ -235,7 +235,7 @@ def checked_version(text: str) -> str:
     raise InvalidArgument(_NO_VERSION.format(text=text))
 
 
-def whole_version(text: str) -> str:
+def canonical_version(text: str) -> str:
     """Return a version in canonical form: "01" becomes "1".
 
     Raises:

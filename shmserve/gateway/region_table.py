@@ -324,12 +324,12 @@ class RegionTable:
         Raises:
             NotFound: The name is unknown or of the other kind; the message is Triton's.
         """
-        by_name_listed = self._listed()
+        listed = self._listed()
         if not name:
-            regions = [by_name_listed[each] for each in sorted(by_name_listed)]
+            regions = [listed[each] for each in sorted(listed)]
             return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
         kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
-        region = by_name_listed.get(name)
+        region = listed.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
         if (region.memory.cuda is not None) != cuda:

@@ -27,7 +27,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import GatewayModel, describe, whole_version
+from shmserve.gateway.model_table import GatewayModel, canonical_version, describe
 from shmserve.ipc.messages.control_requests import (
     AskReady,
     ChangeLogging,
@@ -259,7 +259,7 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
     """
     if not name:
         return _triton_statistics(await collect(gateway, gateway.models.all()))
-    version = whole_version(version) if version else ""
+    version = canonical_version(version) if version else ""
     versions = gateway.models.versions(name)
     if not versions:
         raise InvalidArgument(f"requested model '{name}' is not available")

@@ -83,14 +83,14 @@ class ReportFamily(NamedTuple):
         name = self.name if plain else f"{self.name}_total"
         family = ExpositionFamily(name, self.text, self.kind)
         for labels, report in reports:
-            found: Any = report
+            counts: Any = report
             for key in self.path.split("."):
-                found = found[key]
+                counts = counts[key]
             if self.label:
-                for value, number in found.items():
-                    family.add({**labels, self.label: value}, number)
+                for label_value, number in counts.items():
+                    family.add({**labels, self.label: label_value}, number)
             else:
-                family.add(labels, found // 1000 if self.is_latency else found)
+                family.add(labels, counts // 1000 if self.is_latency else counts)
         return family
 
 
@@ -349,17 +349,17 @@ _GENERATIVE_HISTOGRAMS = (
 
 def generative(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    found = [
+    generative_reports = [
         (labels, {**report, **_derived(report)})
         for labels, report in reports
         if "generated" in report
     ]
-    if not found:
+    if not generative_reports:
         return
     for family in _GENERATIVE:
-        yield family.metric(found)
+        yield family.metric(generative_reports)
     for name, path, text in _GENERATIVE_HISTOGRAMS:
-        yield histogram(f"shmserve_llm_{name}", path, text, found)
+        yield histogram(f"shmserve_llm_{name}", path, text, generative_reports)
 
 
 def _derived(report: dict[str, Any]) -> dict[str, Any]:

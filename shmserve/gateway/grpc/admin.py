@@ -143,9 +143,9 @@ class AdminCall:
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""
-        given = {key: list(setting.value) for key, setting in request.settings.items()}
+        changes = {key: list(setting.value) for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
-        settings = await management.change_trace_settings(self.gateway, request.model_name, given)
+        settings = await management.change_trace_settings(self.gateway, request.model_name, changes)
         for key, values in settings.items():
             response.settings[key].value.extend(values)
         return response
@@ -207,8 +207,8 @@ class AdminCall:
 
 def _expect(kind: str | None, expected: str, of: str, key: str) -> None:
     if kind != expected:
-        what = f"{of} parameter '{key}'" if of else f"'{key}' parameter"
-        raise InvalidArgument(f"invalid value type for {what}, expected {expected}.")
+        parameter_name = f"{of} parameter '{key}'" if of else f"'{key}' parameter"
+        raise InvalidArgument(f"invalid value type for {parameter_name}, expected {expected}.")
 
 
 def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:

@@ -196,10 +196,10 @@ class Service:
 def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
     """Return the error if a client may not use the API of this scope."""
     rules = client.listener.authorisation
-    given = {key: value for key, value in head.metadata if type(value) is str}
+    metadata = {key: value for key, value in head.metadata if type(value) is str}
     if client.is_server_user:
-        return rules.refuse_restricted(scope, given)
-    return rules.authorise(scope, given)
+        return rules.refuse_restricted(scope, metadata)
+    return rules.authorise(scope, metadata)
 
 
 def _ignore_message(_: bytes, call: UnaryCall) -> None:

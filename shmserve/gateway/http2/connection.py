@@ -288,9 +288,9 @@ class Http2Connection(FrameReader[T]):
         self._remove(stream)
         events.append(StreamReset(stream))
 
-    def _check_begun(self, number: int, what: str) -> None:
+    def _check_begun(self, number: int, frame_name: str) -> None:
         if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{what} of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{frame_name} of a stream not begun")
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:

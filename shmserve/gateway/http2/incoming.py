@@ -115,7 +115,7 @@ class Budget:
                 raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._noun}")
 
     def earn(self, count: int) -> None:
-        """Return tokens for useful work of the client."""
+        """Add tokens for useful work of the client, up to the capacity."""
         if self.tokens < self._capacity:
             self.tokens = min(self.tokens + count, self._capacity)
 

@@ -193,8 +193,8 @@ def log_failure(built: BuiltRequest, error: ShmserveError) -> None:
         error.traceparent = trace.context.traceparent
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
-        what = "failed" if error.server_fault else "was refused"
-        args = (built.model.name, what, error.message)
+        outcome = "failed" if error.server_fault else "was refused"
+        args = (built.model.name, outcome, error.message)
         extra = {
             "request_id": built.infer_request.id,
             "trace_id": trace and trace.context.trace_id,
@@ -430,18 +430,18 @@ def classified_as_requested(
         return inferred
     batched = bool(model.signature.max_batch_size)
 
-    def shown(tensor: TensorRef) -> TensorRef:
+    def classify(tensor: TensorRef) -> TensorRef:
         count = classes.get(tensor.name, 0)
         if not count:
             return tensor
         raw = tensor.data
         data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
-        return _shown(tensor, data, count, model.labels.get(tensor.name, ()), batched=batched)
+        return _classified(tensor, data, count, model.labels.get(tensor.name, ()), batched=batched)
 
-    return replace(inferred, outputs=tuple(map(shown, inferred.outputs)))
+    return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
 
-def _shown(
+def _classified(
     tensor: TensorRef,
     data: bytes | memoryview,
     count: int,

@@ -241,8 +241,10 @@ class RequestTemplate:
             received, data = data, self._data.copy()
             for slot, item in zip(self._slots, received, strict=True):
                 data[slot] = item
-        how = (self._schema, data, on_release, regions, self._responses)
-        return BuiltRequest(self._model, self._request, *how)
+        return BuiltRequest(
+            *(self._model, self._request, self._schema, data),
+            *(on_release, regions, self._responses),
+        )
 
 
 def build(

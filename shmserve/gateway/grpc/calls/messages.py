@@ -143,9 +143,9 @@ class Assembly:
         """
         while self._position < len(self._piece) or self._next_piece():
             if not self.missing:
-                taken = PREFIX.size - len(self._prefix)
-                self._prefix += self._piece[self._position : self._position + taken]
-                self._position = min(self._position + taken, len(self._piece))
+                size = PREFIX.size - len(self._prefix)
+                self._prefix += self._piece[self._position : self._position + size]
+                self._position = min(self._position + size, len(self._piece))
                 if len(self._prefix) < PREFIX.size:
                     continue
                 if not self._begin():

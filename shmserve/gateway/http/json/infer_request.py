@@ -153,7 +153,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     region = "shared_memory_region" in parameters
     inline = "data" in raw
     if binary + region + inline != 1:
-        raise _not_one_source(inline, binary, region)
+        raise _source_error(inline, binary, region)
     name = member_string(raw, "name")
     datatype = member_string(raw, "datatype")
     item = ITEM_SIZE.get(datatype)
@@ -186,7 +186,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     return tensor
 
 
-def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument:
+def _source_error(inline: bool, binary: bool, region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
     sources = zip(names, (inline, binary, region), strict=True)
     text = " ".join(name for name, is_set in sources if is_set)

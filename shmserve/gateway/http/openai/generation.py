@@ -102,13 +102,13 @@ def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
     if token["top_logprobs"] is None:
         return None
     found: dict[str, Any] = {}
-    known = set()
+    keys = set()
     for each in [*token["top_logprobs"], token]:
         text, key = each["token"], each.get("token_id", each["token"])
         # Different parts of characters can have the same text.
-        if text in found and key not in known:
+        if text in found and key not in keys:
             text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
-        known.add(key)
+        keys.add(key)
         found.setdefault(text, each["logprob"])
     return found
 
