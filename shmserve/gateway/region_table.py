@@ -126,8 +126,8 @@ class Uses:
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[Write] = []  # all outputs
-        self._writes: list[Write] = []  # the outputs that overlap no other output
+        self._spans: list[Write] = []  # the ranges of all outputs
+        self._writes: list[Write] = []  # the ranges that overlap no other range
 
     def take(self, requested: RegionRange, *, write: bool = False) -> Range:
         """Refer to a range of a region; with `write`, also reserve it for an output.

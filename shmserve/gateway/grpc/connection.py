@@ -55,7 +55,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._reading = front.read_buffer  # the buffer of the current read
         self._handling = False
         self._ended = False  # The server closes the connection.
-        self._counted_debt = self.http2.debt  # at the end of the last turn
+        self._counted_debt = self.http2.debt  # the debt at the end of the last turn
         self._since = self.loop.time()  # the time of the last activity
         self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening: asyncio.TimerHandle | None = None
@@ -398,7 +398,7 @@ class ConnectionLifetime:
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._frames = 0  # received frames at the last check
-        self._pings_sent = 0  # since the last data
+        self._pings_sent = 0  # pings that were sent since the last data
         self._data_sent = 0
         self._pings = 0
         self._last_ping = float("-inf")

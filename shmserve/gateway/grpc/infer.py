@@ -121,7 +121,7 @@ class Inferences(ActiveCount):
         else:
             call.finish(response)
 
-    # --- in
+    # --- requests
 
     def headers(self, head: CallHead) -> Mapping[str, str]:
         """Return the metadata of a call that becomes parameters of its requests, sorted.
@@ -262,7 +262,7 @@ class Inferences(ActiveCount):
         except (ShmserveError, DecodeError):
             return None
 
-    # --- out
+    # --- responses
 
     def response(self, inference: UnaryInference) -> bytes:
         """Return the serialized ModelInferResponse of an inference whose response has arrived.

@@ -259,7 +259,7 @@ class EventWatch:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
         self.newest: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self.count = 0
-        import zmq.asyncio  # A gateway whose figures are never watched does without it.
+        import zmq.asyncio  # Imported late, since most gateways have no viewer.
 
         self._topic_suffix = secrets.token_hex(8)
         self._state_received = asyncio.Event()

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[..., Awaitable[HttpResponse]]
 
 _HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
-_MOST_CACHED = 1024  # targets
-_PART = re.compile(r"\\{(\w+)\\}")  # of a template, escaped
+_MOST_CACHED = 1024  # targets of requests
+_PART = re.compile(r"\\{(\w+)\\}")  # a named part of an escaped template
 _ORIGIN = istr("Origin")
 _REQUEST_ID = istr("x-request-id")
 _PLAIN_ID = re.compile(r"[ -~]{1,512}")

@@ -179,7 +179,7 @@ class FrameReader(ABC, Generic[T]):
         self.ready = False  # the client's SETTINGS have arrived
         self.frames_in = 0
         self._buffer = bytearray()  # the start of an incomplete frame
-        self._needed = 0  # bytes of it required before parsing continues
+        self._needed = 0  # bytes that the buffer needs before parsing continues
         self._opened = False  # the preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream = 0

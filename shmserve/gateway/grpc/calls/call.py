@@ -180,7 +180,7 @@ class GrpcCall(ABC):
             self._ends = time.monotonic() + head.timeout_s
             self._timer = connection.loop.call_later(head.timeout_s, self._expired)
 
-    # --- for its handler
+    # --- for the handler of the call
 
     def time_remaining(self) -> float | None:
         """Return the time until the deadline in seconds, or None."""
@@ -214,7 +214,7 @@ class GrpcCall(ABC):
             sending.head(self._stream, head + block, end=True)
         self._connection.flush()
 
-    # --- for its connection
+    # --- for the connection of the call
 
     def data(self, piece: memoryview, ended: bool) -> None:
         """Receive data; `ended` marks the last piece."""
@@ -327,7 +327,7 @@ class GrpcCall(ABC):
             on_ended()
         self._connection.call_ended()
 
-    # --- for its kinds
+    # --- for subclasses
 
     def _is_queue_full(self) -> bool:
         """Return whether so many messages are unread that further ones are taken later."""

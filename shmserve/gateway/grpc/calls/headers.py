@@ -41,7 +41,7 @@ DONE: Ending = (StatusCode.OK, "", ())
 INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
 # The status of calls whose request is missing, late or malformed.
 REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as from Triton
+MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as in Triton
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 

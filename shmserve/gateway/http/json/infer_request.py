@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
 
-_MOST_DIMS = 1024  # of one input
+_MOST_DIMS = 1024  # dimensions of one input
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "

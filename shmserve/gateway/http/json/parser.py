@@ -169,7 +169,7 @@ def _too_deep(raw: bytes) -> bool:
 
 # The members of a request, of its inputs and of its outputs.
 _MEMBERS = ("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data")
-_MOST_LOOKED_AT = 16  # unknown members of an object
+_MOST_LOOKED_AT = 16  # the number of unknown members of an object that are compared
 
 
 def misspelt(holder: Any) -> Iterator[tuple[str, str]]:

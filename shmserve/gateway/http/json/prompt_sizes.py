@@ -24,7 +24,7 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
 _MOST_OTHER_BYTES = 2 * LARGE  # bytes of all other fields, which the gateway parses in 20 ms
-_BYTES_A_TOKEN = 128  # at most, on average
+_BYTES_A_TOKEN = 128  # the maximum average
 _CODE = f"from {__name__} import main; main()"
 _PIECE = 1 << 16
 _FAULT = 65  # the exit status for a body that is not JSON

@@ -57,7 +57,7 @@ _REPEATED: Mapping[str, Any] = {
     "top_p": 1.0,
     "user": None,
 }
-# Members of a chat's body, and the members of a request that they are made of.
+# The members of a chat's body, and the members of a request that they are derived from.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
