@@ -416,7 +416,5 @@ def _longest(
     since: Callable[[LimitedConnection], float | None],
     count: int,
 ) -> list[LimitedConnection]:
-    found = [
-        (since_time, connection) for connection in connections if (since_time := since(connection))
-    ]
+    found = [(at, connection) for connection in connections if (at := since(connection))]
     return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]

@@ -108,15 +108,14 @@ class Frontend(ABC):
             followed: Whether a successor accepts connections.
         """
         self._refuse_connections()
+        refuses = self.refuses_while_busy and not followed
         listeners = ActiveCount()
 
         def disconnect() -> None:
             # Counted now, since listeners may have been opened in the meantime.
             listeners.active = len(self._acceptors)
             for acceptor in self._acceptors:
-                acceptor.drain(
-                    listeners.decrement, refuses=self.refuses_while_busy and not followed
-                )
+                acceptor.drain(listeners.decrement, refuses=refuses)
             listeners.when_idle(on_notified)
 
         # Connections that were accepted already are created in this turn of the loop.

@@ -292,9 +292,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _schedule_check(self) -> None:
         if self._check_timer is None:
-            self._check_timer = self.loop.call_later(
-                self.front.body_timeout_s / _CHECKS, self._check_time_limits
-            )
+            interval_s = self.front.body_timeout_s / _CHECKS
+            self._check_timer = self.loop.call_later(interval_s, self._check_time_limits)
 
     def _check_time_limits(self) -> None:
         self._check_timer = None

@@ -93,9 +93,8 @@ class Inferences(ActiveCount):
             inference = self.begin(raw, call, headers, partial(self._respond, call))
         except Exception as error:
             if isinstance(error, RequestRefused) and self.awaits_load(raw):
-                call.on_disconnect = asyncio.ensure_future(
-                    self._infer_once_loaded(raw, call)
-                ).cancel
+                task = asyncio.ensure_future(self._infer_once_loaded(raw, call))
+                call.on_disconnect = task.cancel
             else:
                 call.fail(*_ending(error, call))
             return

@@ -193,6 +193,14 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     return body
 
 
+async def read_fields(
+    gateway: Gateway, request: HttpRequest, supported: frozenset[str]
+) -> dict[str, Any]:
+    """Return the supported fields of a request's body, as `read` and `supported_fields` do."""
+    body = await read(gateway, request)
+    return supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
+
+
 async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") -> None:
     """Check the prompts of a large body, for `model` or the model that the body names.
 

@@ -261,9 +261,9 @@ class Choices:
         head = {**self._head(self.form.whole), **self._prompt}
         return {**head, "choices": choices, "usage": self.usage()}
 
-    def frames(self, parts_of_responses: list[list[dict[str, Any]]]) -> list[bytes]:
+    def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
         """Return a chunk of a stream for each list of choices."""
-        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in parts_of_responses]
+        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in results]
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
@@ -331,7 +331,7 @@ class Rendering(Protocol):
     def whole_response(self) -> dict[str, Any]:
         """Return the whole response."""
 
-    def frames(self, parts_of_responses: list[list[Any]]) -> list[bytes]:
+    def frames(self, results: list[list[Any]]) -> list[bytes]:
         """Return the server-sent events for the results of `add`, one list per response."""
 
     def ending(self, usage: bool) -> list[bytes]:
@@ -414,8 +414,8 @@ class _Generation:
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
-            async for parts_of_responses in self._arrived_parts():
-                if frames := self._rendering.frames(parts_of_responses):
+            async for results in self._arrived_parts():
+                if frames := self._rendering.frames(results):
                     yield frames
         except ShmserveError as error:
             yield self._rendering.failure(error)
@@ -432,15 +432,15 @@ class _Generation:
             while not any(unfinished.values()):
                 self._response_event.clear()
                 await self._response_event.wait()
-            parts_of_responses: list[list[Any]] = []
+            results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
                     choices, ended = self._take(prompt, queue)
                     if choices:
-                        parts_of_responses.append(choices)
+                        results.append(choices)
                     if ended:
                         del unfinished[prompt]
-            yield parts_of_responses
+            yield results
 
     def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
         """Remove an arrived response; return its parts and whether it was the last.

@@ -42,7 +42,6 @@ from shmserve.gateway.http.openai.fields import (
     DETOKENIZE,
     EMBEDDING,
     TOKENIZE,
-    supported_fields,
 )
 from shmserve.gateway.inference.inference import error_of, output_bytes
 from shmserve.gateway.inference.prepare import build
@@ -81,9 +80,7 @@ def embeds(model: GatewayModel) -> Embedder | None:
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with a vector for each text."""
-    body = supported_fields(
-        await bodies.read(gateway, request), EMBEDDING, gateway.settings.refuse_unknown_fields
-    )
+    body = await bodies.read_fields(gateway, request, EMBEDDING)
     model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
     if embedder is None:
@@ -196,8 +193,7 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the tokens of a prompt or of a chat."""
-    body = await bodies.read(gateway, request)
-    fields = supported_fields(body, TOKENIZE, gateway.settings.refuse_unknown_fields)
+    fields = await bodies.read_fields(gateway, request, TOKENIZE)
     model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
     chat = "messages" in fields
     with_texts = bodies.checked(fields, "return_token_strs", bool, False)
@@ -228,8 +224,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the text of tokens."""
-    body = await bodies.read(gateway, request)
-    fields = supported_fields(body, DETOKENIZE, gateway.settings.refuse_unknown_fields)
+    fields = await bodies.read_fields(gateway, request, DETOKENIZE)
     model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
     tokens = fields.get("tokens")
     if type(tokens) is not list or not {*map(type, tokens)} <= {int}:

@@ -330,11 +330,9 @@ class ResponseObject:
         self._close()
         return self._object("incomplete" if self._reason == "length" else "completed")
 
-    def frames(self, parts_of_responses: list[list[list[dict[str, Any]]]]) -> list[bytes]:
+    def frames(self, results: list[list[list[dict[str, Any]]]]) -> list[bytes]:
         """Return events as server-sent events."""
-        return [
-            _frame(event) for parts in parts_of_responses for events in parts for event in events
-        ]
+        return [_frame(event) for parts in results for events in parts for event in events]
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the last events of a stream."""

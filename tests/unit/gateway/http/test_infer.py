@@ -196,7 +196,7 @@ def test_an_output_of_the_wrong_size_is_an_internal_error(gateway: Rig, simple: 
 
 
 @pytest.mark.parametrize(
-    ("own_us", "default_us", "limit_us"),
+    ("request_us", "default_us", "limit_us"),
     [
         (0, 0, 0),
         (500, 0, 500),
