@@ -14,8 +14,7 @@ from bench.cases.tables import NAMES
 from bench.cases.tracing import TRACES
 from bench.context import Context, Settings
 from bench.peers import measure as peers
-from bench.report import plot, results
-from bench.report import text as report
+from bench.report import rendering, results
 from bench.runner import Runner
 from bench.system.servers import BENCH, leave
 
@@ -79,12 +78,12 @@ def _measure(arguments: list[str]) -> int:
 def _publish(found: results.Results, path: Path) -> int:
     found.save(path)
     picture = path.with_suffix(".svg")
-    if missing := plot.draw(found, picture):
+    if missing := rendering.draw(found, picture):
         _say(f"no picture: {missing}")
     else:
         _say(f"picture: {picture}")
     _say(f"results: {path}\n")
-    sys.stdout.write(report.render(found))
+    sys.stdout.write(rendering.render(found))
     return 1 if any(item.failed for item in found.not_run) else 0
 
 
@@ -99,7 +98,7 @@ def _compare(arguments: list[str]) -> int:
         before, after = results.load(options.before), results.load(options.after)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    sys.stdout.write(report.compare(before, after))
+    sys.stdout.write(rendering.compare(before, after))
     return 0
 
 

@@ -22,7 +22,7 @@ from bench.cases.tables import (
     StandingCase,
 )
 from bench.context import Context
-from bench.load import memcpy, perf, queue_cost
+from bench.load import perf, queue_cost
 from bench.load.client import RequestFailed
 from bench.report.results import MACHINE, US, Results, Row
 from bench.system import ensembles
@@ -31,6 +31,7 @@ from bench.system.servers import BENCH, Server, ServerFailed, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 _WARM_UP_S = 1.5
 _FAILURES = (ServerFailed, perf.LoadFailed, RequestFailed, OSError)
@@ -77,7 +78,7 @@ class Runner:
                 costs = [queue_cost.sample(queued) for _ in range(self._settings.repeats)]
                 self._add(Row(figure, {US: costs}))
         if self._settings.wants(MEMCPY.name):
-            samples = [memcpy.sample() for _ in range(self._settings.repeats)]
+            samples = [native.memcpy_sample() for _ in range(self._settings.repeats)]
             self._add(Row(MEMCPY, {MACHINE: samples}))
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             for standing in STANDING:

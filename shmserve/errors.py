@@ -2,6 +2,7 @@
 
 ShmserveError
  ├─ InvalidArgument    INVALID_ARG     400   the request, model file or flag is wrong
+ │   └─ Released       a client's memory is used after its release
  ├─ AlreadyExists      ALREADY_EXISTS  400   the name is taken
  ├─ Cancelled          CANCELLED       400   the client disconnected or cancelled
  ├─ Unknown            UNKNOWN         400   a model reported an error without a code
@@ -10,7 +11,9 @@ ShmserveError
  ├─ Unauthenticated    UNAUTHENTICATED 401   no token, or an invalid one
  ├─ PermissionDenied   PERMISSION_DENIED 403 this client may not do this
  ├─ Unavailable        UNAVAILABLE     503   not now: queue full, not ready, deadline passed
- │   └─ QueueFull      UNAVAILABLE     503   with Retry-After
+ │   ├─ QueueFull      UNAVAILABLE     503   with Retry-After
+ │   ├─ TimedOut       a client's call: its `timeout` expired; also a TimeoutError
+ │   └─ Disconnected   a client's call: no server, or it exited; also a ConnectionError
  └─ Internal           INTERNAL        500   the server or the model failed
 
 Between processes an error is a (code, message) pair, which `from_code` converts to an exception.
@@ -124,6 +127,18 @@ class QueueFull(Unavailable):
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TimedOut(Unavailable, TimeoutError):
+    """The call's `timeout` expired without a response; the request is cancelled."""
+
+
+class Disconnected(Unavailable, ConnectionError):
+    """There is no server, or it exited before it responded. The next call reconnects."""
+
+
+class Released(InvalidArgument):
+    """A result or a region was used after its `release`."""
 
 
 class Internal(ShmserveError):

@@ -20,9 +20,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from shmserve.client import discovery, errors, sync
+from shmserve.client import discovery, sync
 from shmserve.client.session import opened
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Disconnected, InvalidArgument, ShmserveError, Unavailable
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 
@@ -126,7 +126,7 @@ def _ready_client(
 ) -> LocalServer:
     ends, session = time.monotonic() + timeout, None
     while process.poll() is None and time.monotonic() < ends:
-        with contextlib.suppress(errors.Disconnected):
+        with contextlib.suppress(Disconnected):
             # The server welcomes clients once its models are loaded, and publishes its health.
             session = session or opened(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")

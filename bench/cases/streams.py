@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from bench.cases.figures import Figure, Target
-from bench.load.process import ours
-from bench.report.results import US, Row
+from bench.load.perf import ours
+from bench.report.results import US, Figure, Row, Target
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:
     from bench.context import Context
+
 
 MODEL = "repeat"
 RESPONSES, FIRST = "responses/s", "µs"

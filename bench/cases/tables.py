@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.cases import standing
-from bench.cases.figures import Better, Figure, Target
 from bench.load.perf import P50, P99, THROUGHPUT, Load
+from bench.report.results import Better, Figure, Target
 from bench.system.ensembles import CHAIN, DIAMOND, NAPS
 
 

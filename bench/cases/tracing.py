@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from bench.cases.figures import Figure, Target
-from bench.load.process import ours
-from bench.report.results import PEER, US, Row
+from bench.load.perf import ours
+from bench.report.results import PEER, US, Figure, Row, Target
 from bench.system.servers import BENCH, Shmserve, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.context import Context
+
 
 _NEVER = 2**32 - 1
 _IN_FLIGHT = 16

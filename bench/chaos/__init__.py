@@ -3,10 +3,9 @@
 The server is under random load at every transport while processes, models, clients and the host
 fail. Each response is checked.
 
-    models.py    the repository: a model of each scheduler
+    __main__.py  the command, and the repository: a model of each scheduler
     loads.py     who asks: a table of clients that know the right answer
     faults.py    what goes wrong: a table
-    allowed.py   which error may come under which fault: a table
-    ledger.py    what was asked, answered and refused; recovery
+    ledger.py    requests, faults, recovery times; the errors that each fault permits: a table
     state.py     what must be flat from beginning to end, and readiness
 """

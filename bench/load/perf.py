@@ -1,19 +1,23 @@
-"""One run of perf_analyzer, and the numbers in its CSV report."""
+"""One run of perf_analyzer or of `shmserve perf`, and the numbers in its report."""
 
 from __future__ import annotations
 
 import csv
+import json
 import signal
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.system import processes
+from bench.system.servers import BENCH
 
 if TYPE_CHECKING:
     from bench.system.peer import Analyzer
+
 
 # perf_analyzer reports the mean of its last three windows, once these agree to within a percentage.
 # One measurement is always three windows: the spread of the repeats shows how stable it was.
@@ -114,3 +118,38 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
     for path in named:
         path.unlink(missing_ok=True)
+
+
+_GRACE_S = 60.0
+# As for perf_analyzer: always three windows, whether or not they agree.
+_WINDOWS = 3
+_WARM_UP_S = 0.5
+
+
+def ours(*arguments: object, seconds: float) -> dict[str, Any]:
+    """Run `shmserve perf ARGUMENTS` for some seconds, and return the point of its report.
+
+    Raises LoadFailed when it fails, has errors to report, or is not done a minute after its time.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "shmserve", "perf", *map(str, arguments)]
+        command += [f"--windows={_WINDOWS}", f"--window={seconds / _WINDOWS}"]
+        command += [f"--warm-up={_WARM_UP_S}", f"--json={report}"]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=BENCH.parent,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=seconds + _GRACE_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise LoadFailed("shmserve perf did not end in time") from None
+        if done.returncode != 0:
+            raise LoadFailed(f"shmserve perf failed: {done.stderr.strip()[-600:]}")
+        found: dict[str, Any] = json.loads(report.read_text())["points"][0]
+    if found["errors"]:
+        raise LoadFailed(f"{found['errors']} requests failed: {found['error']}")
+    return found

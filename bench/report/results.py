@@ -1,4 +1,4 @@
-"""The results of a run: rows of raw samples, and their JSON file."""
+"""The results of a run: its figures with their targets, rows of raw samples, their JSON file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,34 @@ import dataclasses
 import json
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from bench.cases.figures import Figure, Target
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of a figure: of the ratio shmserve / Triton, or of shmserve's own value."""
+
+    of: Literal["ratio", "value", "nothing"] = "nothing"
+    must: float | None = None
+    aim: float | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the report."""
+
+    name: str
+    title: str
+    unit: str
+    better: Better
+    target: Target = Target()
+
 
 # The keys of Row.samples: the product of the samples.
 US, PEER, MACHINE = "shmserve", "triton", "machine"

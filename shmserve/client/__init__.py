@@ -12,7 +12,6 @@ clients in other languages.
     session.py                   the connection, re-established after a restart of the server
     connection.py                one server's connection, and the thread that reads its listener
     events.py                    the server's events
-    errors.py                    the client's own errors
     discovery.py                 the server's run directory
     server_state.py              the published state: models, losses, and the channels to wake
     request/                     tensors to requests, requests in flight, and responses to tensors
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import os
 
-from shmserve.client.errors import Disconnected, Released, TimedOut
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream
@@ -32,12 +30,15 @@ from shmserve.client.sync import Server
 from shmserve.errors import (
     AlreadyExists,
     Cancelled,
+    Disconnected,
     Internal,
     InvalidArgument,
     NotFound,
     PermissionDenied,
     QueueFull,
+    Released,
     ShmserveError,
+    TimedOut,
     Unavailable,
     Unknown,
     Unsupported,

@@ -23,14 +23,13 @@ from collections.abc import (
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.errors import TimedOut
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.channel import FULL, LATE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ClientStream
 from shmserve.client.session import Session, Tensors, call_of, model_path, opened, takes
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError, TimedOut, Unavailable
 
 
 class _Turns:

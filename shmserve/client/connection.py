@@ -21,12 +21,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from shmserve.client.errors import Disconnected
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.channel import RequestChannel
 from shmserve.client.server_state import ServerState
-from shmserve.errors import ShmserveError, from_code
+from shmserve.errors import Disconnected, ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import (

@@ -9,8 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from shmserve.client.errors import Disconnected
-from shmserve.errors import InvalidArgument
+from shmserve.errors import Disconnected, InvalidArgument
 from shmserve.ipc import endpoints
 
 VARIABLE = "SHMSERVE_RUN_DIR"

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from shmserve.client import discovery
-from shmserve.client.errors import Disconnected
+from shmserve.errors import Disconnected
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import (
     COUNTERS,

@@ -17,7 +17,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
-from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs, attached
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
@@ -25,9 +24,11 @@ from shmserve.client.request.channel import DECOUPLED, FULL
 from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import (
+    Disconnected,
     InvalidArgument,
     PermissionDenied,
     ShmserveError,
+    TimedOut,
     Unauthenticated,
     Unavailable,
     Unsupported,

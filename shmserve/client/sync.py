@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.errors import TimedOut
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiting
 from shmserve.client.session import Session, Tensors, call_of, model_path, takes
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MOST_LINKS
 
 _MOST_CHANNELS = MOST_LINKS - 1  # one link is the connection's own

@@ -1,8 +1,7 @@
 """The load generator of `shmserve perf`, for any server of the v2 protocol.
 
 data.py        request data: generated, or from values, a file or a program
-regions.py     memory registered with the server, for inputs and outputs
-targets.py     the door and the requests that a command line selects
+targets.py     the door and the requests that a command line selects; regions for their tensors
 load.py        a load: the schedule, slots with a lane each, records of requests
 measure.py     one point of a sweep: windows, their agreement, percentiles
 report.py      the table, JSON, CSV, a chart, and a comparison with an older report

@@ -3,9 +3,8 @@
     client ── HTTP ── Ray's proxy ──┬── Node, on one node ────── its shmserve, by a unix socket
                                     └── Node, on another one ─── its shmserve
 
-node.py    the deployment's class: a replica is the server of a node
-server.py  the server of a node, started or existing
-launch.py  the process that starts it
+server.py  the deployment's class, `Node`: a replica is the server of a node, started or existing
+launch.py  the process that starts a server
 
 Ray uses pickle between its own processes; shmserve's processes use none. Ray is imported when an
 application is built.
@@ -18,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, missing_package
 from shmserve.ray import server
-from shmserve.ray.node import Node
+from shmserve.ray.server import Node
 
 if TYPE_CHECKING:
     from ray import serve
+
 
 # By default Ray sends five requests at once to a replica, too few for batches. Requests wait in
 # shmserve's queues instead, within their limits.

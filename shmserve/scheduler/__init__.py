@@ -3,8 +3,8 @@
 A scheduler decides which requests run when. Each model has its own process, except that the steps
 of an ensemble are scheduled in the ensemble's process.
 
-hosting/                host.py         the process: its entry point and its loop
-                        hosted.py       one scheduler: sockets, front, core; the table of kinds
+hosting/                host.py         the process: its entry point and its loop; one scheduler:
+                                        sockets, front, core; the table of kinds
                         event_loop.py   waiting for sockets and timers; calls between the schedulers
                                         of one process
                         local_clients.py
@@ -19,7 +19,8 @@ batchers/               dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or a time to wait until
                         estimates.py    the estimates of the adaptive batcher
                         dispatch.py     from the queue to the instances
-                        sequence/       the sequence batcher: slots, strategies, its dispatch.py
+                        sequences.py, sequence_dispatch.py
+                                        the sequence batcher: slots, strategies, its dispatcher
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
                         executions.py   messages to workers, and the recent service time
                         results.py      messages of workers; retries of requests of lost workers

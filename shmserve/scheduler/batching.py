@@ -32,7 +32,7 @@ from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
-from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
+from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions

@@ -22,9 +22,14 @@ from typing import Any
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Step
-from shmserve.scheduler.generative.blocks import BlockPool
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
+from shmserve.scheduler.generative.sequences import (
+    Beams,
+    BlockPool,
+    Generation,
+    Sequence,
+    SequenceStatus,
+)
 from shmserve.scheduler.tables import GenerationStats
 from tests.support.generative_worker import (
     END,

@@ -50,13 +50,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler"),
     "scheduler.batchers": ("ipc.*", "scheduler.*"),
-    "scheduler.batchers.sequence": (
-        "ipc.*",
-        "scheduler",
-        "scheduler.batchers",
-        "scheduler.instances",
-        "scheduler.requests",
-    ),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler.generative": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),

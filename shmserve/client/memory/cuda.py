@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.errors import Released
 from shmserve.client.memory.views import MemoryLease
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Released, Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.messages import control_requests as m

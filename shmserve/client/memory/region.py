@@ -16,12 +16,11 @@ from functools import partial
 from operator import index
 from typing import Any
 
-from shmserve.client.errors import Released
 from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
 from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
-from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
+from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Released, Unsupported
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import LARGEST, Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed

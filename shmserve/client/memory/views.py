@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.errors import Released
+from shmserve.errors import Released
 
 
 def nothing() -> None:

@@ -14,16 +14,17 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, own_memories, read
 from shmserve.client.server_state import ServerState
 from shmserve.errors import (
+    Disconnected,
     Internal,
     InvalidArgument,
     QueueFull,
     ShmserveError,
+    TimedOut,
     Unavailable,
     Unsupported,
     from_code,

@@ -7,13 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shmserve.client.errors import Released
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.errors import Internal, Unavailable, Unsupported
+from shmserve.errors import Internal, Released, Unavailable, Unsupported
 from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes

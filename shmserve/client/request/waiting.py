@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.channel import LATE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded, Response
 from shmserve.ipc.tensors.inference import RequestSchema, byte_size_of

@@ -5,9 +5,9 @@ more client.
 
 core.py            the decisions on each message (no clock, no socket)
 request.py         a request, its states, its end, and the messages to its client
-flow.py            the graph of the steps, and the data flow of one request
+flow.py            the graph of the steps, the schedulers that serve their models, and the data
+                   flow of one request
 memory.py          tensors between steps and their memory: arenas and CUDA devices
 runner.py          the steps in flight, and the links to their schedulers
 step_messages.py   a step -> its request; its response -> values in the data flow
-targets.py         the schedulers that serve the models of the steps
 """

@@ -28,7 +28,7 @@ from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Tensors
+from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import (
     RUNNING,
@@ -39,7 +39,6 @@ from shmserve.scheduler.ensemble.request import (
 )
 from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
-from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.requests.queue import believable, earlier, expired_text
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup

@@ -27,11 +27,10 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.ensemble.flow import Firing, Graph
+from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
 from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
-from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 logger = logging.getLogger(__name__)

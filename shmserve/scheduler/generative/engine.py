@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
-from shmserve.scheduler.generative.blocks import BlockPool
 from shmserve.scheduler.generative.sequences import (
     Beams,
+    BlockPool,
     Generation,
     Sequence,
     SequenceStatus,

@@ -1,9 +1,18 @@
-"""The host of schedulers, a process.
+"""The host of schedulers, a process, and the schedulers in it with their sockets.
 
-Its loop waits, receives, ticks and sends for all of them; the supervisor opens and closes them.
+The loop of `Host` waits, receives, ticks and sends for all of them; the supervisor opens and closes
+them.
 
 One model is one scheduler in a process of its own, except that the steps of an ensemble are
 scheduled in the ensemble's process: a message to a step is then a call (event_loop.py).
+
+    control          the supervisor's messages         ─┐
+    clients          gateways, workers, ensembles       ├─> front ──> core
+    local clients    programs outside the server       ─┘
+    its own peers    workers, or the schedulers of steps ───────────> core
+
+The endpoints of a scheduler derive from its number. `KINDS` has the classes by kind: their core,
+their peers, and the messages that the supervisor may send.
 """
 
 from __future__ import annotations
@@ -13,28 +22,346 @@ import logging
 import os
 import signal
 import time
-from typing import assert_never, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, assert_never, get_args
 
 from shmserve import logs
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.messages.publications import Acknowledged
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
+from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages.inference import (
+    Failed,
+    Finished,
+    MetricsReported,
+    Responded,
+    SchedulerToClient,
+    Submit,
+)
+from shmserve.ipc.messages.publications import Acknowledged, MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import (
+    CacheStart,
+    Drain,
     HostStart,
     OpenScheduler,
     Ping,
     SchedulerClosed,
+    SchedulerReady,
     SchedulerStart,
     SetLogging,
+    SetTracing,
     Started,
     Stop,
     decode_start,
 )
-from shmserve.ipc.messages.unions import SupervisorToHost
+from shmserve.ipc.messages.unions import (
+    ClientToScheduler,
+    LocalClientToScheduler,
+    SupervisorToBatching,
+    SupervisorToEnsemble,
+    SupervisorToHost,
+    SupervisorToScheduler,
+    WorkerToScheduler,
+)
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
-from shmserve.scheduler.hosting.hosted import KINDS, HostedScheduler
+from shmserve.ipc.transport.router import (
+    PeerCredRouter,
+    UntrustedRouter,
+    first_number,
+    last_number,
+)
+from shmserve.scheduler.batching import BatchingCore
+from shmserve.scheduler.ensemble.core import EnsembleCore
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.runner import StepSchedulers
+from shmserve.scheduler.front import Core, Front
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Take, Waiter
+from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.response_cache import ResponseCache
+from shmserve.scheduler.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_PARTING_S = 0.3  # for the delivery of the last responses
+_MOST_READS = 1024  # before a drain, because a client may never stop sending
+
+
+# The links whose `pending` messages are sent by `flush` at the end of a turn.
+Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepSchedulers
+
+
+class Parts(NamedTuple):
+    """The parts of a scheduler that differ by kind.
+
+    Attributes:
+        core: The core.
+        inboxes: The handlers of its own peers' messages, by descriptor.
+        outboxes: All links, in the order of flushing.
+    """
+
+    core: Core[Any]
+    inboxes: dict[int, Take]
+    outboxes: tuple[Outbox, ...]
+
+
+class HostedScheduler(ABC):
+    """A scheduler with its sockets.
+
+    It adds itself to `touched` when it has received something, and the host then gives it a turn.
+    After each turn, `wake_ns` is when it needs the next one (monotonic ns) and `live` is the number
+    of its requests. After it was `stopped`, the host only closes it.
+    """
+
+    allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
+
+    def __init__(
+        self,
+        start: SchedulerStart,
+        waiter: Waiter,
+        neighbours: InProcessLinks,
+        touched: dict[HostedScheduler, None],
+    ) -> None:
+        number, run_dir = start.number, start.run_dir
+        self.number = number
+        self.endpoint = endpoints.scheduler(run_dir, number)
+        self.wake_ns = NEVER
+        self.live = 0
+        self.stopped = False
+        self._touched = touched
+        self._start = start
+        self._waiter = waiter
+        self._neighbours = neighbours
+        self._settings = Settings.read(start.config, start.version, start.limits)
+        self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
+        self._routed = PeerCredRouter(self.endpoint, first_number)
+        self._signature = Signature(start.config, start.version)
+        self._local_clients = LocalClientListener.open(start, self._signature)
+        self._traces = LocalTraces(self._settings.name, start.version, self._control)
+        self._lent = LentMemory(start.arena_byte_size)
+        self._cache = _cache(start.cache, self._settings, self._lent)
+        self._core, peers, self._outboxes = self._parts()
+        self._front: Front[Any] = Front(
+            self._core,
+            self,
+            self._control,
+            time.time_ns,
+            self._settings.name,
+            self._cache,
+        )
+        if start.snapshot:
+            self._front.restore(start.snapshot, start.alive)
+        # The supervisor first: it reports exits and announces instances.
+        self._inboxes: dict[int, Take] = {
+            self._control.fd: self._from_control,
+            **peers,
+            self._routed.fd: self._from_clients,
+            self._local_clients.link.fd: self._from_local_clients,
+        }
+        for fd, take in self._inboxes.items():
+            waiter.watch(fd, take)
+        neighbours.enter(self.endpoint, self._from_neighbour)
+        self._control.send(SchedulerReady(os.getpid()))
+        touched[self] = None
+
+    @abstractmethod
+    def _parts(self) -> Parts:
+        """Create the parts of this kind."""
+
+    # --- in
+
+    def _from_control(self) -> None:
+        self._touched[self] = None
+        front, now_ns = self._front, time.monotonic_ns()
+        for message in self._control.receive():
+            if type(message) is Drain:
+                self._catch_up()
+            if type(message) is ProcessExited:
+                self._local_clients.forget(message.process)
+                self._traces.forget(message.process)
+            if type(message) is SetTracing:
+                self._traces.use(message)
+            elif type(message) in self.allowed:
+                front.from_control(message, now_ns)
+            else:
+                front.count_unexpected()
+        self.stopped = front.stopped
+
+    def _catch_up(self) -> None:
+        """Handle the messages that clients sent before they learned of a successor."""
+        links = (self._routed, self._local_clients.link)
+        for _ in range(_MOST_READS):
+            ready = [link.fd for link in links if link.wait(0)]
+            if not ready:
+                return
+            for fd in ready:
+                self._inboxes[fd]()
+
+    def _from_clients(self) -> None:
+        self._touched[self] = None
+        front, now_ns = self._front, time.monotonic_ns()
+        for peer, message in self._routed.receive():
+            if type(message) in _FROM_CLIENT:
+                front.from_client(peer, message, now_ns)
+            else:
+                front.count_unexpected()
+
+    def _from_neighbour(self, peer: bytes, message: Any) -> None:
+        self._touched[self] = None
+        self._front.from_client(peer, message, time.monotonic_ns())
+
+    def _from_local_clients(self) -> None:
+        self._touched[self] = None
+        front, now_ns = self._front, time.monotonic_ns()
+        local_clients = self._local_clients
+        for peer, message in local_clients.link.receive():
+            if type(message) not in _FROM_LOCAL_CLIENT:
+                front.count_unexpected()
+                continue
+            believed = local_clients.check(peer, message, now_ns)
+            if believed is None:
+                continue
+            if self._traces.active and type(believed) is Submit:
+                believed = self._traces.begin(peer, believed)
+            front.from_client(peer, believed, now_ns)
+
+    # --- the way back to clients: see `ClientLinks`
+
+    @property
+    def malformed(self) -> int:
+        """Return the number of clients' unreadable frames so far."""
+        return self._routed.malformed + self._local_clients.link.malformed
+
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """Return the function that queues a message for the client at this address.
+
+        The client is a program on this host, a scheduler in this process, a gateway or a worker.
+        """
+        if first_number(peer) >= FIRST_LOCAL_CLIENT:
+            return partial(self._to_local_client, peer)
+        if self._neighbours.has(peer):
+            return partial(self._neighbours.post, peer, self.endpoint)
+        return partial(self._routed.post, peer)
+
+    def _to_local_client(self, peer: bytes, message: Any) -> None:
+        if self._traces.open:
+            self._traces.ended(peer, message)
+        if type(message) is not Finished and getattr(message, "code", None):
+            self._log_failure(peer, message)
+        self._local_clients.link.post(peer, message)
+
+    def _log_failure(self, peer: bytes, message: Failed | Responded) -> None:
+        """Log a failure of the server or the model as gateways do for their clients."""
+        if from_code(message.code, message.message).server_fault:
+            extra = self._front.ids_of(peer, message.id)
+            args = self._settings.name, message.message
+            logger.error("inference of model '%s' failed: %s", *args, extra=extra)
+
+    # --- turns
+
+    def tick(self, now_ns: int) -> None:
+        """Do what is due."""
+        self.wake_ns = self._front.tick(now_ns)
+        self.live = self._core.live
+
+    def flush(self) -> None:
+        """Send the queued messages."""
+        for outbox in self._outboxes:
+            if outbox.pending:
+                outbox.flush()
+
+    def close(self) -> None:
+        """Close every link, after a moment for the last messages."""
+        self._neighbours.remove(self.endpoint)
+        for fd in self._inboxes:
+            self._waiter.unwatch(fd)
+        for outbox in self._outboxes:
+            outbox.close(_PARTING_S)
+        self._lent.close()
+
+
+class BatchingScheduler(HostedScheduler):
+    """The scheduler of a model that has instances; its peers are their workers."""
+
+    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
+
+    def _parts(self) -> Parts:
+        endpoint = endpoints.instances(self._start.run_dir, self._start.number)
+        workers = PeerCredRouter(endpoint, last_number)
+        fits = Schemas(self._signature.fit)
+        core = BatchingCore(
+            self._settings, fits, workers, self._control, time.perf_counter_ns, self._cache
+        )
+
+        def from_workers() -> None:
+            self._touched[self] = None
+            now_ns = time.monotonic_ns()
+            for peer, message in workers.receive():
+                if type(message) is MetricsReported:
+                    self._front.metrics_reported(peer, message)
+                elif type(message) in _FROM_WORKER:
+                    core.results.handle(peer, message, now_ns)
+                else:
+                    self._front.count_unexpected()
+
+        outboxes = (self._control, workers, self._routed, self._local_clients.link)
+        return Parts(core, {workers.fd: from_workers}, outboxes)
+
+
+class EnsembleScheduler(HostedScheduler):
+    """The scheduler of an ensemble.
+
+    Its peers are the schedulers of its steps, in this process or others.
+    """
+
+    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
+
+    def _parts(self) -> Parts:
+        start, control = self._start, self._control
+        identity = b"%d.%d" % (os.getpid(), start.number)
+
+        def from_step(endpoint: str, message: Any) -> None:
+            self._touched[self] = None
+            if type(message) in _FROM_STEP:
+                core.from_step(endpoint, message, time.monotonic_ns())
+            else:
+                self._front.count_unexpected()
+
+        def memory_dropped(memory_id: int) -> None:
+            control.post(MemoryDropped(memory_id))
+
+        steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
+        self._memory = EnsembleMemory(self._lent, memory_dropped)
+        core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
+        # Steps before clients, so that a step has received a message before its cause is answered.
+        return Parts(core, {}, (steps, self._routed, self._local_clients.link, control))
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()
+
+
+def _cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
+    if not settings.cached or not start.byte_size:
+        return None
+    return ResponseCache(settings.name, settings.version, start, lent)
+
+
+KINDS: dict[str, type[HostedScheduler]] = {
+    "scheduler": BatchingScheduler,
+    "ensemble": EnsembleScheduler,
+}
+
+# The messages that each kind of peer may send; others count as malformed.
+_FROM_WORKER = frozenset(get_args(WorkerToScheduler))
+_FROM_CLIENT = frozenset(get_args(ClientToScheduler))
+_FROM_LOCAL_CLIENT = frozenset(get_args(LocalClientToScheduler))
+_FROM_STEP = frozenset(get_args(SchedulerToClient))
+
 
 logger = logging.getLogger(__name__)
 

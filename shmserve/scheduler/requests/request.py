@@ -249,7 +249,7 @@ class ScheduledRequest:
     responded_ns: int = 0
     credited: int = 0
     timing: Timing | None = None  # of the execution, once it has returned
-    sequence: Any = None  # a batchers.sequence.slots.StatefulSequence
+    sequence: Any = None  # a batchers.sequences.StatefulSequence
     flags: int = 0
     untimed: bool = False  # it succeeded before its execution returned
     lookup: Lookup | None = None

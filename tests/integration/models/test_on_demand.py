@@ -17,8 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 import shmserve.client
 from shmserve.client import aio
-from shmserve.client.errors import TimedOut
-from shmserve.errors import InvalidArgument, NotFound
+from shmserve.errors import InvalidArgument, NotFound, TimedOut
 from tests.rigs.pipelines import add_ensemble, add_model, xy
 from tests.support import repositories
 from tests.support.hf_folders import write_folder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shmserve import cli
-from shmserve.cli.systemd import units
+from shmserve.cli import systemd
 from shmserve.config import command_line
 from shmserve.supervisor.host.service_manager import LISTENERS
 
@@ -45,11 +45,11 @@ def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_systemd_has_nothing_to_say_of_the_units(image: Path) -> None:
-    found = [image / SYSTEM / name for name in units.UNITS]
+    found = [image / SYSTEM / name for name in systemd.UNITS]
     assert tool("systemd-analyze", "verify", "--man=no", *found) == ""
 
 
-@pytest.mark.parametrize("service", units.SERVICES)
+@pytest.mark.parametrize("service", systemd.SERVICES)
 def test_a_service_is_exposed_by_no_more_than_it_needs(image: Path, service: str) -> None:
     """1.5 of 10, by systemd's own count."""
     unit = image / SYSTEM / service
@@ -75,7 +75,7 @@ def test_the_units_of_a_user(
     (home / "r").mkdir(parents=True)
     assert cli.main(["systemd", "install", "--user"]) == 0
     assert "\nrun " not in capsys.readouterr().out  # no manager of this user's runs
-    found = [home / "c/systemd/user" / name for name in units.UNITS]
+    found = [home / "c/systemd/user" / name for name in systemd.UNITS]
     assert not (home / "c/systemd/user/shmserve.service.d").exists()
     repository = command_line.read(str(home / "c/shmserve/shmserve.yaml")).repeated
     assert repository == {"model-repository": [str(home / "d/shmserve/models")]}
@@ -202,5 +202,5 @@ def test_what_cannot_work_is_refused(
 
 
 def test_words_mean_themselves_to_systemd() -> None:
-    assert units.quoted("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
-    assert units.quoted('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'
+    assert systemd.quoted("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
+    assert systemd.quoted('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'

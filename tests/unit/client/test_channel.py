@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.errors import Disconnected
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN, PackedRequest
 from shmserve.client.request.waiting import ThreadChannel
 from shmserve.client.server_state import ClientModel
 from shmserve.client.session import Session
+from shmserve.errors import Disconnected
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import Welcome

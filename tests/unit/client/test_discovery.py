@@ -11,8 +11,7 @@ import pytest
 
 import shmserve.client
 from shmserve.client import discovery
-from shmserve.client.errors import Disconnected
-from shmserve.errors import InvalidArgument
+from shmserve.errors import Disconnected, InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.supervisor.host import run_directory
 from shmserve.supervisor.host.run_directory import RunDirectory

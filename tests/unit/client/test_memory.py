@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from shmserve.client.errors import Released
 from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
@@ -23,7 +22,7 @@ from shmserve.client.request.prepare import PLAIN, options_of, prepare
 from shmserve.client.request.prepared import ClientTemplate, TensorTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server_state import ClientModel, ClientModels
-from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.errors import InvalidArgument, NotFound, Released, Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m

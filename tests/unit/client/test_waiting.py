@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.request.prepare import PLAIN, Options, PackedRequest
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel
 from shmserve.client.server_state import ClientModel
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
 from shmserve.ipc import credit
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
 from shmserve.ipc.messages import inference as m

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.perf import regions
-from shmserve.perf.regions import Regions
+from shmserve.perf import targets
+from shmserve.perf.targets import Regions
 from shmserve.protocols import InputTensor
 from tests.rigs.fake_cuda import FakeCuda
 
@@ -62,7 +62,7 @@ def test_slots_have_rooms_of_their_own() -> None:
 
 def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().exporting()
-    monkeypatch.setattr(regions, "exporting", lambda: cuda)
+    monkeypatch.setattr(targets, "exporting", lambda: cuda)
     transport: Any = Transport()
     with Regions(transport, "cuda") as made:
         placed = made.inputs(ITEMS)

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.cases.figures import Figure, Target
 from bench.load import perf
 from bench.peers.load import LoadFailed, latencies
 from bench.peers.measure import PEERS, post
-from bench.report import text as report
-from bench.report.results import MACHINE, NotRun, Results, Row, load, spread
+from bench.report import rendering
+from bench.report.results import MACHINE, Figure, NotRun, Results, Row, Target, load, spread
 from bench.soak import quantile
 from bench.system import processes, resources
 
 if TYPE_CHECKING:
     from pathlib import Path
+
 
 REPORT = """Concurrency,Inferences/Second,Client Send,p50 latency,p99 latency,Avg latency
 16,7552.42,45,2004,3819,
@@ -120,7 +120,7 @@ def test_the_report_names_what_could_not_be_measured() -> None:
     results = _results(_row([12.0], [10.0]), Row(_figure(), {MACHINE: [1.0]}))
     results.not_run.append(NotRun("Triton", "not there", failed=False))
     results.raw_delays_us["shmserve"] = [110.0, 130.0, 5000.0]
-    text = report.render(results)
+    text = rendering.render(results)
     assert "1.20 [1.20 .. 1.20]" in text
     assert "aim" in text
     assert "Triton: not there" in text
@@ -129,14 +129,14 @@ def test_the_report_names_what_could_not_be_measured() -> None:
 
 
 def test_a_report_of_nothing_is_still_a_report() -> None:
-    assert "median" in report.render(_results())
+    assert "median" in rendering.render(_results())
 
 
 def test_compare_calls_better_only_what_no_sample_contradicts() -> None:
     before = _results(_row([10, 11], [10, 10]))
-    assert "better" in report.compare(before, _results(_row([12, 13], [10, 10])))
-    assert "worse" in report.compare(before, _results(_row([8, 9], [10, 10])))
-    overlapping = report.compare(before, _results(_row([11, 13], [10, 10])))
+    assert "better" in rendering.compare(before, _results(_row([12, 13], [10, 10])))
+    assert "worse" in rendering.compare(before, _results(_row([8, 9], [10, 10])))
+    overlapping = rendering.compare(before, _results(_row([11, 13], [10, 10])))
     assert "better" not in overlapping
     assert "1.14" in overlapping
 

@@ -7,7 +7,7 @@ import pytest
 import shmserve.ray
 from shmserve.errors import InvalidArgument
 from shmserve.ray import server
-from shmserve.ray.node import passed_on, path_of, refusal
+from shmserve.ray.server import passed_on, path_of, refusal
 
 
 @pytest.mark.parametrize(

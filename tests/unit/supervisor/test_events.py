@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.cli.events import _as_json, _as_text
-from shmserve.client.errors import Disconnected
 from shmserve.client.events import TOPICS, EventReader, Gaps, ReceivedEvent
+from shmserve.errors import Disconnected
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications
 from shmserve.ipc.messages import publications as m

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from shmserve.scheduler.generative.blocks import ROOT, BlockPool, block_key
+from shmserve.scheduler.generative.sequences import ROOT, BlockPool, block_key
 
 KEYS = [block_key(ROOT, array("i", [token])) for token in range(8)]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull
-from shmserve.scheduler.batchers.sequence.sequences import Sequences
-from shmserve.scheduler.batchers.sequence.slots import InstanceSlots
+from shmserve.scheduler.batchers.sequences import InstanceSlots, Sequences
 from shmserve.scheduler.requests.request import Client, ScheduledRequest
 from tests.rigs.sequence_rig import END, START
 

@@ -13,8 +13,13 @@ from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import WaitUntil
-from shmserve.scheduler.batchers.sequence.sequences import Sequences
-from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, StatefulSequence, decide
+from shmserve.scheduler.batchers.sequences import (
+    InstanceSlots,
+    Rows,
+    Sequences,
+    StatefulSequence,
+    decide,
+)
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.queue import queue_expired_text
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
