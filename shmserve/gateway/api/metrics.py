@@ -386,9 +386,79 @@ class MetricsExporter:
         """Return the page of a scrape: the schedulers' current reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
-        families = list(_Families(gateway, reports, self._cpu.read()).collect())
+        families = list(self._families(reports))
         server_names = {family.name for family in families}
         return (_text(families) + _model_families(reports, server_names)).encode()
+
+    def _families(self, reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
+        """Yield all families of the server."""
+        settings, models = self._gateway.settings, self._gateway.models
+        plain: Reports = []
+        tagged: Reports = []
+        for report in reports:
+            labels = {"model": str(report["name"]), "version": str(report["version"])}
+            model = models.find(labels["model"], labels["version"])
+            plain.append((labels, report["shmserve"]))
+            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
+        yield from triton_families(tagged, latencies=settings.counter_latencies)
+        if settings.histogram_latencies:
+            yield from first_responses(tagged)
+        if settings.summary_latencies:
+            yield from summaries(tagged)
+        yield from self._loads()
+        yield from own_families(plain)
+        yield from generative(plain)
+        yield from self._regions()
+        yield from self._host()
+        yield from _processes()
+
+    def _loads(self) -> Iterator[ExpositionFamily]:
+        failures, models = self._gateway.failures, self._gateway.models.all()
+        yield _family(
+            *("gauge", "nv_model_load_duration_secs", "Model load time in seconds"),
+            *(
+                ({"model": each.name, "version": each.version, **each.tags}, each.load_seconds)
+                for each in models
+            ),
+        )
+        yield _family(
+            *(
+                "gauge",
+                "shmserve_model_failed",
+                "Model versions that do not serve: their load failed",
+            ),
+            *(({"model": name, "version": version}, 1) for name, version in failures.models),
+        )
+        yield _family(
+            *("gauge", "shmserve_models", "Model versions by state"),
+            ({"state": "failed"}, len(failures.models)),
+            ({"state": "ready"}, sum(model.ready for model in models)),
+        )
+        name = "shmserve_load_failures_total"
+        yield _family("counter", name, "Loads that failed", ({}, failures.count))
+
+    def _regions(self) -> Iterator[ExpositionFamily]:
+        table = self._gateway.regions
+        for kind, regions, text in (
+            ("", table.all(), "registered regions of shared memory"),
+            (
+                *("unnamed_", table.listed_only()),
+                "regions that shmserve.client shares, or that are unregistered and in use still",
+            ),
+        ):
+            sizes = [region.byte_size for region in regions]
+            yield _gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
+            yield _gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
+
+    def _host(self) -> Iterator[ExpositionFamily]:
+        total, used = memory_bytes()
+        yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read())
+        yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
+        yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+        # This server has no such pool: it pins memory in place.
+        for part in ("total", "used"):
+            text = f"Pinned memory pool {part} memory size, in bytes"
+            yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
 
 
 def _text(families: Iterable[ExpositionFamily]) -> str:
@@ -412,114 +482,29 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
     return model_metrics.exposition(free)
 
 
-class _Families:
-    """The metric families of one scrape."""
-
-    def __init__(
-        self, gateway: Gateway, reports: list[dict[str, Any]], cpu_utilization: float
-    ) -> None:
-        self._gateway = gateway
-        self._cpu_utilization = cpu_utilization
-        self._reports = [
-            (
-                {"model": str(report["name"]), "version": str(report["version"])},
-                report["shmserve"],
-            )
-            for report in reports
-        ]
-
-    def collect(self) -> Iterator[ExpositionFamily]:
-        """Yield all families."""
-        settings = self._gateway.settings
-        tagged = [
-            ({**labels, **self._tags(labels["model"], labels["version"])}, report)
-            for labels, report in self._reports
-        ]
-        yield from triton_families(tagged, latencies=settings.counter_latencies)
-        if settings.histogram_latencies:
-            yield from first_responses(tagged)
-        if settings.summary_latencies:
-            yield from summaries(tagged)
-        yield self._load_seconds()
-        yield from self._failed_loads()
-        yield from own_families(self._reports)
-        yield from generative(self._reports)
-        yield from self._regions()
-        yield from self._host()
-        yield from _processes()
-
-    def _tags(self, name: str, version: str) -> dict[str, str]:
-        model = self._gateway.models.find(name, version)
-        return {} if model is None else model.tags
-
-    def _load_seconds(self) -> ExpositionFamily:
-        family = ExpositionFamily(
-            "nv_model_load_duration_secs", "Model load time in seconds", "gauge"
-        )
-        for model in self._gateway.models.all():
-            labels = {"model": model.name, "version": model.version, **model.tags}
-            family.add(labels, model.load_seconds)
-        return family
-
-    def _failed_loads(self) -> Iterator[ExpositionFamily]:
-        failures, ready = self._gateway.failures, self._gateway.models.all()
-        failed = ExpositionFamily(
-            "shmserve_model_failed", "Model versions that do not serve: their load failed", "gauge"
-        )
-        for name, version in failures.models:
-            failed.add({"model": name, "version": version}, 1)
-        models = ExpositionFamily("shmserve_models", "Model versions by state", "gauge")
-        models.add({"state": "failed"}, len(failures.models))
-        models.add({"state": "ready"}, sum(model.ready for model in ready))
-        loads = ExpositionFamily("shmserve_load_failures_total", "Loads that failed", "counter")
-        loads.add({}, failures.count)
-        yield from (failed, models, loads)
-
-    def _regions(self) -> Iterator[ExpositionFamily]:
-        table = self._gateway.regions
-        for kind, regions, text in (
-            ("", table.all(), "registered regions of shared memory"),
-            (
-                *("unnamed_", table.listed_only()),
-                "regions that shmserve.client shares, or that are unregistered and in use still",
-            ),
-        ):
-            sizes = [region.byte_size for region in regions]
-            yield _gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
-            yield _gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
-
-    def _host(self) -> Iterator[ExpositionFamily]:
-        total, used = memory_bytes()
-        yield _gauge(
-            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu_utilization
-        )
-        yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
-        yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
-        # This server has no such pool: it pins memory in place.
-        for part in ("total", "used"):
-            text = f"Pinned memory pool {part} memory size, in bytes"
-            yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
+_OF_PROCESSES = (
+    # kind, name, text, attribute of a process
+    ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
+    ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
+    ("counter", "shmserve_process_cpu_seconds_total", "CPU time of a process", "cpu_seconds"),
+)
 
 
 def _processes() -> Iterator[ExpositionFamily]:
-    resident = ExpositionFamily(
-        "shmserve_process_resident_bytes", "Resident memory of a process", "gauge"
-    )
-    descriptors = ExpositionFamily(
-        "shmserve_process_open_fds", "Open file descriptors of a process", "gauge"
-    )
-    seconds = ExpositionFamily(
-        "shmserve_process_cpu_seconds_total", "CPU time of a process", "counter"
-    )
-    for process in processes(os.getppid()):
-        labels = {"process": process.title}
-        resident.add(labels, process.resident_bytes)
-        descriptors.add(labels, process.open_fds)
-        seconds.add(labels, process.cpu_seconds)
-    yield from (resident, descriptors, seconds)
+    found = list(processes(os.getppid()))
+    for kind, name, text, attribute in _OF_PROCESSES:
+        samples = (({"process": each.title}, getattr(each, attribute)) for each in found)
+        yield _family(kind, name, text, *samples)
 
 
 def _gauge(name: str, text: str, value: float) -> ExpositionFamily:
-    family = ExpositionFamily(name, text, "gauge")
-    family.add({}, value)
+    return _family("gauge", name, text, ({}, value))
+
+
+def _family(
+    kind: str, name: str, text: str, *samples: tuple[dict[str, str], float]
+) -> ExpositionFamily:
+    family = ExpositionFamily(name, text, kind)
+    for labels, value in samples:
+        family.add(labels, value)
     return family
