@@ -6,8 +6,7 @@ Its rooms:
     transport/          sockets: ZMTP over unix sockets, dealers and routers
     tensors/            datatypes, descriptors, schemas of requests and responses, signatures
     memory/             arenas, mappings, POSIX shared memory, CUDA IPC
-    model_spec.py       a model's typed configuration
-    model_settings.py   parameters of a configuration that several rooms read
+    model_spec.py       a model's typed configuration, and its parameters
     scheduler_client.py submits requests, and keeps those that are not completed (sans IO)
     endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
     processes.py        process control of Linux and glibc

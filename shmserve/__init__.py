@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 #       batchers/           form batches (dispatch.py)
 #       instances/          select an instance (pool.py); send the batch to it (executions.py)
 #     workers               instance.py: wait, execute, report
-#       batch/              execute.py calls unpack.py -> backends/ (the model) -> scatter.py;
+#       batch/              execute.py calls request.py -> backends/ (the model) -> scatter.py;
 #                           backends that compute whole batches use runner.py
 #
 # A local client's request: client/session.py finds the server. client/connection.py connects to

@@ -1,13 +1,13 @@
 """The data plane: worker processes, which run models and map clients' regions.
 
 main.py             the process: it loads one instance of one model, and serves it
-context.py          start parameters and resources of an instance
+context.py          start parameters and resources of an instance, and the errors of its model
 environment.py      a Python environment of the model's own: unpack, check and enter it
 instance.py         its loop: wait, execute, report
 links/              links to the scheduler and to the supervisor
 batch/              requests unpacked, inputs gathered, run, outputs scattered
 tensor_specs.py     inputs and outputs: in a model's file, and of the model including controls
-sequences/          control inputs of sequences, batches of their slots
+sequences.py        control inputs of sequences, and batches of their slots
 backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models
 memory/             outputs in the arena, device memory, copies

@@ -21,20 +21,19 @@ from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs, Work
 from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import Attach, CheckMemory, CheckReady, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.processes import SPIN_NS, BusyPoll
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.samples import Sample, warmup_samples
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import Input, Request
+from shmserve.workers.batch.request import Input, Request, Unpacker
 from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
-from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.context import ModelContext
 from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
-from shmserve.workers.sequences.execute import SequenceExecutor
+from shmserve.workers.sequences import SequenceExecutor
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.sequences.inputs import read_states
+from shmserve.workers.sequences import read_states
 from shmserve.workers.user_code import in_words, own_frames, own_place, source_location
 
 logger = logging.getLogger(__name__)

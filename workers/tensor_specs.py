@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shmserve.ipc.model_settings import PADDING
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.model_spec import PADDING, ModelSpec, TensorSpec
 from shmserve.ipc.tensors import padding
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.batch import ragged
-from shmserve.workers.sequences.inputs import read_controls
+from shmserve.workers.sequences import read_controls
 
 
 def as_model_sees(config: ModelSpec) -> ModelSpec:

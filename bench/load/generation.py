@@ -36,9 +36,8 @@ from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import FEWEST_ROWS, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
 from tests.support.hf_folders import write_folder

@@ -29,9 +29,9 @@ from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.transport import zmtp
-from shmserve.ipc.transport.connection import PREFIX, Connection, linger
 from shmserve.ipc.transport.frames import pack, unpack
 from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.zmtp import PREFIX, Connection, linger
 
 logger = logging.getLogger(__name__)
 

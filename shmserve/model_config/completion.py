@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.ipc.engine_settings import PARAMETER as ENGINE
-from shmserve.ipc.model_settings import (
+from shmserve.ipc.model_spec import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,

@@ -6,15 +6,15 @@ from typing import Any
 
 from shmserve.common.names import members
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.model_settings import (
+from shmserve.ipc.model_spec import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
     PADDING,
     STRATEGY,
     TARGET,
+    source_positions,
 )
-from shmserve.ipc.model_spec import source_positions
 from shmserve.model_config.diagnostics import Key, Source, located, member
 from shmserve.model_config.syntax import Malformed, MessageValue
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json

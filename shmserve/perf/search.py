@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.model_settings import STRATEGY, TARGET, Strategy
+from shmserve.ipc.model_spec import STRATEGY, TARGET, Strategy
 
 _GAIN = 1.02  # smaller gains are noise
 _NEAR = 1.04  # ratio of batch sizes that are considered equal

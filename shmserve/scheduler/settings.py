@@ -8,11 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc import model_settings
+from shmserve.ipc import model_spec
 from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
 from shmserve.ipc.messages.supervision import SchedulingLimits
-from shmserve.ipc.model_settings import MAX_STREAMS, Strategy, max_streams
-from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec, SequenceBatching
+from shmserve.ipc.model_spec import (
+    MAX_STREAMS,
+    DynamicBatching,
+    LevelPolicy,
+    ModelSpec,
+    SequenceBatching,
+    Strategy,
+    max_streams,
+)
 from shmserve.ipc.tensors.padding import Padding
 
 logger = logging.getLogger(__name__)
@@ -118,7 +125,7 @@ class Settings:
     decoupled: bool = False  # any number of responses to a request
     most_open: int = 0  # open requests per instance of a decoupled model; 0: unlimited
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not computed
-    first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
+    first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
     cached: bool = False  # its responses may be cached
@@ -163,11 +170,11 @@ class Settings:
 
 def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | None) -> Batching:
     rules = replace(_batching(dynamic, config.max_batch_size), padding=padding)
-    match config.parameters.get(model_settings.STRATEGY):
+    match config.parameters.get(model_spec.STRATEGY):
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target_ms = model_settings.target_ms(config.parameters.get(model_settings.TARGET, ""))
+            target_ms = model_spec.target_ms(config.parameters.get(model_spec.TARGET, ""))
             return replace(rules, target_ns=round((target_ms or 0) * 1e6))
         case _:
             return rules
@@ -210,9 +217,9 @@ def _hold(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
 
 def _buckets(config: ModelSpec) -> tuple[float, ...]:
     for control in config.metric_control:
-        if control.family == model_settings.FIRST_RESPONSE_FAMILY and control.buckets:
+        if control.family == model_spec.FIRST_RESPONSE_FAMILY and control.buckets:
             return control.buckets
-    return model_settings.FIRST_RESPONSE_BUCKETS_MS
+    return model_spec.FIRST_RESPONSE_BUCKETS_MS
 
 
 def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
@@ -238,7 +245,7 @@ def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPoli
 
 
 def _execution_limit_s(config: ModelSpec, default: float) -> float:
-    text = config.parameters.get(model_settings.EXECUTION_TIMEOUT)
+    text = config.parameters.get(model_spec.EXECUTION_TIMEOUT)
     if text is None:
         return default
     try:
@@ -248,6 +255,6 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
     logger.warning(
-        "parameter '%s' is not a number of seconds; it is ignored", model_settings.EXECUTION_TIMEOUT
+        "parameter '%s' is not a number of seconds; it is ignored", model_spec.EXECUTION_TIMEOUT
     )
     return default

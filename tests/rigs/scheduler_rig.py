@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc import model_settings
+from shmserve.ipc import model_spec
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec
@@ -90,7 +90,7 @@ class Rig:
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}
         if buckets_ms is not None:
-            family = {"metric_identifier": {"family": model_settings.FIRST_RESPONSE_FAMILY}}
+            family = {"metric_identifier": {"family": model_spec.FIRST_RESPONSE_FAMILY}}
             control = {**family, "histogram_options": {"buckets": buckets_ms}}
             config["model_metrics"] = {"metric_control": [control]}
         if sequences is not None:

@@ -31,7 +31,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
-    "workers.sequences": ("ipc.*", "workers", "workers.backends", "workers.batch", "workers.links"),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),

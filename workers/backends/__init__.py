@@ -16,9 +16,8 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.batch.request import Input, Output, Request, Response
+from shmserve.workers.batch.request import Input, Output, Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
-from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.context import ModelContext, Stopwatch
 from shmserve.workers.links.scheduler import MessageTable
 

@@ -22,11 +22,10 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.batch.failures import WrongCount, client_error, is_models_own
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import Request, Response
+from shmserve.workers.batch.request import Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
-from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.context import WrongCount, client_error, is_models_own
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 from shmserve.workers.memory.device_memory import free_cached, out_of_memory
 

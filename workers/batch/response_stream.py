@@ -22,10 +22,9 @@ from typing import Any
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
 from shmserve.ipc.tensors.inference import Packed, byte_size_of
-from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import MOST_TRACED, Scatterer
-from shmserve.workers.context import ModelContext
+from shmserve.workers.context import ModelContext, client_error
 from shmserve.workers.links.scheduler import InstanceLink, Timer, WorkerRequest
 
 _PAUSE_S = 0.1

@@ -28,8 +28,7 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.trace import TraceContext, TracedTensor
-from shmserve.workers.batch.request import Array, Input, Output, Request, Response
-from shmserve.workers.batch.unpack import reshape
+from shmserve.workers.batch.request import Array, Input, Output, Request, Response, reshape
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
 

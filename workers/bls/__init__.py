@@ -2,6 +2,5 @@
 
 request.py    the data of a request and of a response, and the memory of inputs
 calls.py      calls in flight: with one response, or with a stream of responses
-router.py     submission of calls to schedulers, responses, and failover
-waiting.py    the wait of threads and event loops for the same sockets
+router.py     submission of calls to schedulers, the wait for responses, and failover
 """

@@ -9,8 +9,7 @@ from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded
 from shmserve.workers.bls.request import CallRequest, CallResponse, Outcome
-from shmserve.workers.bls.router import BlsCall, CallRouter, decoupled_error
-from shmserve.workers.bls.waiting import settle_soon
+from shmserve.workers.bls.router import BlsCall, CallRouter, decoupled_error, settle_soon
 
 
 class UnaryBlsCall(BlsCall):

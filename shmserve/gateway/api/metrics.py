@@ -19,7 +19,7 @@ from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
-from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY
+from shmserve.ipc.model_spec import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
 

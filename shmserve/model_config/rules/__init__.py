@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip, nearest, refused
-from shmserve.ipc.model_settings import (
+from shmserve.ipc.model_spec import (
     FIRST_RESPONSE_FAMILY,
     KNOWN_PARAMETERS,
     KNOWN_SETTINGS,

@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.common.names import members
 from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import GENERATIVE
-from shmserve.ipc.model_settings import (
+from shmserve.ipc.model_spec import (
     IDLE_UNLOAD,
     LONGEST_IDLE_S,
     MAX_INSTANCES,

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from shmserve.ipc.processes import PreciseWait
-from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
+from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
 from shmserve.scheduler.requests.request import NEVER
 
 # A sleeping thread runs again some time after its timer; up to this much of it is anticipated.

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 from shmserve.common.host import CpuUtilization, memory_bytes, memory_left, processors
 from shmserve.errors import ShmserveError
-from shmserve.ipc import model_settings
+from shmserve.ipc import model_spec
 from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec
@@ -168,7 +168,7 @@ class Autoscaler:
 
 
 def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
-    target_ms = model_settings.target_ms(config.parameters.get(model_settings.TARGET, "")) or 0.0
+    target_ms = model_spec.target_ms(config.parameters.get(model_spec.TARGET, "")) or 0.0
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)

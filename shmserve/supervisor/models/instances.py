@@ -21,8 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.model_settings import MAX_INSTANCES, MIN_INSTANCES, instance_bound
-from shmserve.ipc.model_spec import ModelSpec, RateLimit
+from shmserve.ipc.model_spec import (
+    MAX_INSTANCES,
+    MIN_INSTANCES,
+    ModelSpec,
+    RateLimit,
+    instance_bound,
+)
 from shmserve.supervisor.models.repository import ReadConfig
 from shmserve.supervisor.processes.children import Child, RestartBackoff
 

@@ -26,8 +26,13 @@ from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
-from shmserve.ipc.model_settings import ENVIRONMENT
-from shmserve.ipc.model_spec import USUAL_CLASS, ModelSpec, class_attribute, served_class
+from shmserve.ipc.model_spec import (
+    ENVIRONMENT,
+    USUAL_CLASS,
+    ModelSpec,
+    class_attribute,
+    served_class,
+)
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shmserve.common.tasks import either
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.model_settings import IDLE_UNLOAD, idle_unload_s
+from shmserve.ipc.model_spec import IDLE_UNLOAD, idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.autoscaler import private_bytes
 from shmserve.supervisor.models.lifecycle import Lifecycle

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
+from shmserve.ipc.processes import SPIN_NS, BusyPoll
 from shmserve.workers import instance
 from shmserve.workers.instance import WorkerInstance
 

@@ -23,8 +23,8 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import execute as batches
+from shmserve.workers.batch.request import Unpacker, reshape
 from shmserve.workers.batch.runner import Gatherer, buffer_capacity
-from shmserve.workers.batch.unpack import Unpacker, reshape
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (
     CLIENT_PID,

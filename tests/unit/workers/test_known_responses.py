@@ -12,7 +12,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import RequestedOutput, RequestSchema, pack_inference
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.batch import unpack
+from shmserve.workers.batch import request
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
@@ -147,7 +147,7 @@ def test_requests_that_only_say_other_things_are_read_once(
         read.append(schema)
         return RequestSchema(schema)
 
-    monkeypatch.setattr(unpack, "RequestSchema", counted)
+    monkeypatch.setattr(request, "RequestSchema", counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     sent = [
         Work(

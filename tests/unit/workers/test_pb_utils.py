@@ -21,8 +21,7 @@ from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchem
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python import metrics
 from shmserve.workers.backends.python.errors import to_model, to_server
-from shmserve.workers.backends.python.request import ReceivedRequest
-from shmserve.workers.backends.python.response import to_response
+from shmserve.workers.backends.python.request import ReceivedRequest, to_response
 from shmserve.workers.backends.python.tensor import Lender
 from shmserve.workers.batch.request import Input, Request
 from shmserve.workers.triton_python_backend_utils import Tensor, TritonModelException

@@ -411,7 +411,7 @@ NOT_ITERATIVE = (
             "[response(given(requests[0]))]",
             failed(
                 "Expected a None object in the execute function return list for reschduled "
-                "request, found type '<class 'shmserve.workers.backends.python.response."
+                "request, found type '<class 'shmserve.workers.backends.python.request."
                 "InferenceResponse'>'."
             ),
         ),

@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.backends.pytorch.names import Argument, ArgumentBinding, ResultBinding
+from shmserve.workers.backends.pytorch.programs import Argument, ArgumentBinding, ResultBinding
 from shmserve.workers.device import Device, open_device
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 

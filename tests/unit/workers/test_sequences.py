@@ -15,8 +15,8 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
+from shmserve.workers import sequences as sequence_inputs
 from shmserve.workers.batch.request import Output, Request, Response
-from shmserve.workers.sequences import inputs
 from shmserve.workers.tensor_specs import as_model_sees, made_here
 from tests.rigs.worker_rig import (
     CLIENT_PID,
@@ -51,8 +51,8 @@ def control(kind: str, **says: Any) -> dict[str, Any]:
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
     """What a model sees of the controls in a row."""
-    made = inputs.control_inputs(
-        inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
+    made = sequence_inputs.control_inputs(
+        sequence_inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
         row,
         batched,
     )
@@ -136,8 +136,8 @@ class Model:
         batched: bool = True,
         copies: bool = True,
     ) -> None:
-        made = inputs.read_states(ModelSpec.of(config(batched, state=list(specs))), folder)
-        self.states = inputs.States(made, copies)
+        made = sequence_inputs.read_states(ModelSpec.of(config(batched, state=list(specs))), folder)
+        self.states = sequence_inputs.States(made, copies)
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:
         """A request with the states of its slot."""
@@ -285,7 +285,7 @@ class Sequences:
             sequence_batching=more,
         )
         made.serve(FunctionBackend(made.context, self._execute), given)
-        self.states: inputs.States = made.instance._executor._states  # type: ignore[attr-defined]
+        self.states: sequence_inputs.States = made.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         if self.fails:

@@ -41,9 +41,9 @@ from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.backends.llm.tool_formats import parsers_of
-from shmserve.workers.batch.failures import client_error
+from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
-from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.context import client_error
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
 

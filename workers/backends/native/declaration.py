@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from shmserve.errors import Collected, Internal, InvalidArgument, nearest
-from shmserve.ipc.model_settings import (
+from shmserve.ipc.model_spec import (
     ENVIRONMENT,
     MAX_INSTANCES,
     MAX_STREAMS,

@@ -17,8 +17,8 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.python import metrics, server
-from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
+from shmserve.workers.triton_python_backend_utils import ModelConfig
 from shmserve.workers.user_code import says_ready
 
 # The modules that models import; the second one is internal to Triton, but some models use it.

@@ -16,15 +16,16 @@ from typing import Any
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import ModelContext, Request, Response, ResponseStream
-from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
-from shmserve.workers.backends.python.response import (
+from shmserve.workers.backends.python.request import (
+    DecoupledRequest,
     InferenceResponse,
     InferenceResponseSender,
+    ReceivedRequest,
     SingleResponse,
     to_response,
 )
 from shmserve.workers.backends.python.tensor import Lender
-from shmserve.workers.batch.failures import WrongCount
+from shmserve.workers.context import WrongCount
 from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)

@@ -40,9 +40,10 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
-from shmserve.workers.backends.pytorch.names import ArgumentBinding, ResultBinding
 from shmserve.workers.backends.pytorch.programs import (
+    ArgumentBinding,
     Program,
+    ResultBinding,
     check,
     describe,
     load_class,

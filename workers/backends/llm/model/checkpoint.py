@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,13 +40,15 @@ _WITHOUT_EFFECT = (
     "sequence_bias stop_strings suppress_tokens top_h typical_p"
 )
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-# The pattern of words, and the tokens "<|endoftext|>", of classes in transformers.
-_BYTE_LEVEL = {
-    "GPT2Tokenizer": ("", ("unk_token", "bos_token", "eos_token")),
+# The pattern of words, and the default special tokens, of classes in transformers.
+_GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+_BYTE_LEVEL: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "GPT2Tokenizer": ("", _GPT2),
+    "GPTNeoXTokenizer": ("", {**_GPT2, "pad_token": "<|padding|>"}),
     "Qwen2Tokenizer": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ("unk_token", "eos_token", "pad_token"),
+        dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     ),
 }
 _SPACE = "\u2581"
@@ -203,12 +206,12 @@ def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
 
 def _as_byte_level(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
     """Replace the division into words, as the class of transformers does for any tokenizer.json."""
-    pattern, names = _BYTE_LEVEL[kind]
-    for name in names:
-        settings.setdefault(name, "<|endoftext|>")
+    pattern, special = _BYTE_LEVEL[kind]
+    for name, text in special.items():
+        settings.setdefault(name, text)
     prefix = settings.get("add_prefix_space") is True
     words = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern)
-    tokenizer.normalizer = normalizers.NFC() if pattern else None
+    tokenizer.normalizer = None if kind == "GPT2Tokenizer" else normalizers.NFC()
     tokenizer.pre_tokenizer = words
     if pattern:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")

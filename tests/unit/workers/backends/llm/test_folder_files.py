@@ -129,6 +129,7 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "LlamaTokenizer of bytes": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
     "GPT2Tokenizer": {SETTINGS: {"tokenizer_class": "GPT2TokenizerFast"}, **DIGITS},
+    "GPTNeoXTokenizer": {SETTINGS: {"tokenizer_class": "GPTNeoXTokenizer"}, **DIGITS},
     "Qwen2Tokenizer": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
     "Qwen2Tokenizer of a family": {"config.json": {"model_type": "qwen2"}, **DIGITS},
     "Qwen3 without a class": {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmserve.workers.backends.llm.model import linears
+from shmserve.workers.backends.llm.model import transformer
 from shmserve.workers.backends.llm.model.attention import SparseAttention, make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -154,7 +154,7 @@ def test_greedy_texts_are_those_of_transformers(
 
 
 def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
-    if not linears.can_pack():
+    if not transformer.can_pack():
         pytest.fail("packed linears do not work here")
     lone = Lone(folder())
     tokens = prompt(48)
@@ -253,9 +253,9 @@ def test_linears_agree(rows: int) -> None:
     given = torch.randn(rows, 128, generator=generator)
     expected = given @ weight.T + bias
     for layer, error in (
-        (linears.make_linear(weight, bias), 1e-4),
-        (linears._plain(weight, bias), 1e-4),
-        (linears.make_linear(weight, bias, "int8"), 2.5),
+        (transformer.make_linear(weight, bias), 1e-4),
+        (transformer._plain(weight, bias), 1e-4),
+        (transformer.make_linear(weight, bias, "int8"), 2.5),
     ):
         found = layer(given)
         assert (found - expected).abs().max() < error
@@ -265,7 +265,7 @@ def test_linears_agree(rows: int) -> None:
 def test_a_row_of_8_bits_is_as_fine_beside_a_large_one() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, rows = (torch.randn(count, 128, generator=generator) for count in (80, 5))
-    layer = linears.make_linear(weight, None, "int8")
+    layer = transformer.make_linear(weight, None, "int8")
     rows[2] *= 1000
     rows[3] = 0
     expected = rows @ weight.T
