@@ -72,6 +72,14 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
 
 
+def test_zero_logprobs_are_requested() -> None:
+    """Completions have the number of alternatives, which may be 0; chats have true."""
+    wanted = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
+    unwanted: list[dict[str, Any]] = [{}, {"logprobs": None}, {"logprobs": False}]
+    assert all(map(bodies.wants_logprobs, wanted))
+    assert not any(map(bodies.wants_logprobs, unwanted))
+
+
 def test_stop_reasons_of_choices() -> None:
     """As in vLLM, chunks of chats have it only at the end of a sample."""
     completion, chat = Choices(COMPLETION, "m", 1), Choices(CHAT, "m", 1)

@@ -162,7 +162,8 @@ def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
-    return parameters.get("logprobs") not in (None, False)
+    count = parameters.get("logprobs")  # 0 asks for them, too
+    return count is not None and count is not False
 
 
 def tensor(
