@@ -25,7 +25,7 @@ if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
 from tests.support import certificates, leaks, servers, tokens, watchdog
-from tests.support.crowd import Crowd, crowd
+from tests.support.request_pool import RequestPool, request_pool
 from tests.support.wire.raw_http import Http
 
 # The name of a unix socket has at most 107 bytes, of which a long temporary folder leaves too few.
@@ -106,9 +106,9 @@ def http(server: servers.Server) -> Iterator[Http]:
 
 
 @pytest.fixture
-def people(server: servers.Server) -> Iterator[Crowd]:
-    """Requests to the server of the test; all have their answers when it ends."""
-    with crowd(server) as made:
+def pool(server: servers.Server) -> Iterator[RequestPool]:
+    """Yield a pool of requests to the test's server; all have completed when it ends."""
+    with request_pool(server) as made:
         yield made
 
 

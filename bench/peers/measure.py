@@ -212,7 +212,7 @@ def running(name: str, model: str, request: bytes) -> Iterator[tuple[int, int]]:
     finally:
         members = processes.tree(process.pid)
         process.terminate()
-        if not processes.wait_gone(members, 15):
+        if not processes.wait_exited(members, 15):
             processes.signal_all(members, signal.SIGKILL)
         process.wait()
         region.unlink(missing_ok=True)

@@ -101,7 +101,7 @@ def living(members: list[Process]) -> list[Process]:
     return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
 
 
-def wait_gone(members: list[Process], timeout_s: float) -> bool:
+def wait_exited(members: list[Process], timeout_s: float) -> bool:
     """Wait until all of `members` have ended; return False after the time limit."""
     deadline = time.monotonic() + timeout_s
     while living(members):

@@ -215,7 +215,7 @@ def _stop(server: Server, notes: list[str]) -> None:
             notes.append(f"{server.name} did not stop within {_STOP_S:.0f} s of SIGTERM: killed")
             server.process.kill()
     server.process.wait()
-    if not processes.wait_gone(members, _ORPHANS_S):
+    if not processes.wait_exited(members, _ORPHANS_S):
         left = processes.signal_all(members, signal.SIGKILL)
         notes.append(f"{server.name} left {len(left)} processes behind: killed")
     for path in named:

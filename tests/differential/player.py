@@ -139,7 +139,7 @@ class Player:
 
 def _comparable(visit: Visit) -> dict[str, Any]:
     """What it told; of a row that is nobody's, its inputs have values by chance."""
-    told = {key: value for key, value in visit.told.items() if key not in ("pid", "rows")}
+    told = {key: value for key, value in visit.message.items() if key not in ("pid", "rows")}
     for row in told["batch"]:
         if not row["id"] and "INPUT0" in row["tensors"]:
             row["tensors"]["INPUT0"][2] = None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from tests.support.crowd import Crowd, crowd
 from tests.support.leaks import resident_bytes, server_descriptors, unix_sockets
 from tests.support.load import Load
+from tests.support.request_pool import RequestPool, request_pool
 from tests.support.servers import Server, lasting
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
@@ -45,7 +45,7 @@ def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process
     """Have the model "crimes" start processes of its own: a fork, a shell, and what that starts in
     another session. Its worker, and they.
     """
-    worker = server.one("worker crimes.0")
+    worker = server.find_one("worker crimes.0")
     with server.http() as http:
         http.infer("crimes", crime("start")).ok()
     until("they run", lambda: len(worker.children(recursive=True)) == 3)
@@ -105,13 +105,13 @@ class Scene:
     """What a crime gets to see."""
 
     server: Server
-    people: Crowd
+    pool: RequestPool
     load: Load
     http: Http
 
     def process(self, title: str) -> psutil.Process:
         """The process with this title."""
-        return self.server.one(title)
+        return self.server.find_one(title)
 
     def replaced(self, old: psutil.Process, title: str) -> None:
         """Wait until another process has the title."""
@@ -137,8 +137,8 @@ def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Sc
     tensors through shared memory.
     """
     before = State.of(server)
-    with crowd(server) as people, Load(server, memory=regions) as load, server.http() as http:
-        yield Scene(server, people, load, http)
+    with request_pool(server) as pool, Load(server, memory=regions) as load, server.http() as http:
+        yield Scene(server, pool, load, http)
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
     assert_is_as_it_was(server, before, more_memory)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from tests.faults.scene import RECOVERY_S, start_processes, wait_replaced
-from tests.support.crowd import crowd
-from tests.support.leaks import made_since
+from tests.support.leaks import created_since
 from tests.support.load import Load
+from tests.support.request_pool import request_pool
 from tests.support.servers import Server, kill_together, running
 from tests.support.waiting import until
 
@@ -26,7 +26,7 @@ def assert_nothing_is_left(
     server: Server, members: list[psutil.Process], within_s: float = _ORPHANS_S
 ) -> None:
     """The children of a killed supervisor die with it, and clear up."""
-    server.assert_gone(members, within_s)
+    server.assert_exited(members, within_s)
 
 
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
@@ -39,18 +39,18 @@ def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
     with Load(server, simple=2, memory=0) as load:
         server.kill()
         assert_nothing_is_left(server, members)
-    assert not made_since(before)
-    assert all(answer.lost for answer in load.troubles())
+    assert not created_since(before)
+    assert all(answer.is_disconnected for answer in load.troubles())
 
 
 def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) -> None:
     """And while another one's worker is stopped."""
     server = serve()
     members = server.tree()
-    with crowd(server) as people:
-        asked = people.number("gated", 1)
+    with request_pool(server) as pool:
+        asked = pool.number("gated", 1)
         server.gate.next()
-        server.one("worker simple.0").suspend()
+        server.find_one("worker simple.0").suspend()
         server.kill()
         assert_nothing_is_left(server, members)
         assert isinstance(asked.exception(), OSError | http.client.HTTPException)
@@ -73,7 +73,7 @@ def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
     with Load(server) as load:
         os.kill(server.pid, signal.SIGSTOP)
         load.wait_answered(load.answers[-1].ended, 1.0)
-        victim = server.one("worker simple.0")
+        victim = server.find_one("worker simple.0")
         victim.kill()
         os.kill(server.pid, signal.SIGCONT)
         wait_replaced(server, victim, "worker simple.0")
@@ -87,7 +87,7 @@ def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
     members = server.tree()
     os.killpg(server.pid, signal.SIGHUP)
     for title in ("scheduler simple", "worker simple.0", "gateway http 0"):
-        victim = server.one(title)
+        victim = server.find_one(title)
         assert victim in members
         victim.kill()
         wait_replaced(server, victim, title)
@@ -95,7 +95,7 @@ def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
     with Load(server) as load:
         pass
     assert load.troubles() == []
-    assert {server.one("worker zygote"), server.one("front zygote")} < set(members)
+    assert {server.find_one("worker zygote"), server.find_one("front zygote")} < set(members)
     server.stop()
 
 
@@ -106,7 +106,7 @@ def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) ->
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     server = serve(prefix=(sys.executable, "-c", block))
-    victim = server.one("worker simple.0")
+    victim = server.find_one("worker simple.0")
     victim.kill()
     wait_replaced(server, victim, "worker simple.0")
     server.stop()
@@ -169,11 +169,11 @@ def test_two_servers_side_by_side(repository: Path, serve: Callable[..., Server]
         assert one.run_dir != other.run_dir
         with Load(one) as load:
             for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
-                victim = one.one(title)
+                victim = one.find_one(title)
                 victim.kill()
                 wait_replaced(one, victim, title)
         members = one.tree()
         one.kill()
         assert_nothing_is_left(one, members)
     assert other_load.troubles() == []
-    assert [answer for answer in load.troubles() if not answer.lost] == []
+    assert [answer for answer in load.troubles() if not answer.is_disconnected] == []

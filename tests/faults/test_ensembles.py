@@ -132,7 +132,7 @@ def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str
     before = State.of(server)
     with Asking(server) as asking:
         for _ in range(3):
-            old = server.one(victim)
+            old = server.find_one(victim)
             old.kill()
             killed = time.monotonic()
             wait_replaced(server, old, victim, 5.0)
@@ -163,7 +163,7 @@ def test_who_reads_on_after_the_ensemble_has_died(
     ):
         slow.request("POST", "/v2/models/last/infer", *asked(1))
         response = slow.getresponse()  # whose body waits for its reader
-        old = server.one("ensemble last")
+        old = server.find_one("ensemble last")
         old.kill()
         wait_replaced(server, old, "ensemble last", 5.0)
         until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
@@ -180,7 +180,7 @@ def test_readiness_follows_its_steps(server: Server, go: Path) -> None:
     ready = "/v2/models/pipe/ready"
     with open(go) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        server.one("worker first.0").kill()
+        server.find_one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")
     until("it is ready again", lambda: server.answers(ready), RECOVERY_S)

@@ -28,7 +28,7 @@ from tests.faults.scene import (
     start_processes,
 )
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, runs, wait_gone
+from tests.support.servers import Server, runs, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, in_region, raw_connection, shm_input
 
@@ -73,7 +73,7 @@ def stop(title: str) -> Callable[[Scene], None]:
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
         victim.suspend()
-        assert wait_gone(victim, STOP_GRACE_S + RECOVERY_S), "a stopped process was left alone"
+        assert wait_exited(victim, STOP_GRACE_S + RECOVERY_S), "a stopped process was left alone"
         stage.replaced(victim, title)
 
     return commit
@@ -113,7 +113,7 @@ def stop_briefly(title: str) -> Callable[[Scene], None]:
         victim.suspend()
         until("it is seen", lambda: "is stopped;" in stage.server.log()[said:])
         victim.resume()
-        assert not wait_gone(victim, STOP_GRACE_S)
+        assert not wait_exited(victim, STOP_GRACE_S)
 
     return commit
 
@@ -152,7 +152,7 @@ def kill_all_but_the_supervisor(stage: Scene) -> None:
 
 def kill_with_requests_inside(stage: Scene) -> None:
     """A worker that dies with a batch: the batch is run again, nobody loses anything."""
-    asked = stage.people.number("gated", 1)
+    asked = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
     again = stage.server.gate.next()
@@ -163,7 +163,7 @@ def kill_with_requests_inside(stage: Scene) -> None:
 
 def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
     """What somebody has seen counted stays: Prometheus would take less for a restart."""
-    asked = stage.people.number("gated", 1)
+    asked = stage.pool.number("gated", 1)
     stage.server.gate.next().release()
     assert asked.result().status == 200
     counters = ("nv_inference_request_success", "shmserve_request_seconds_bucket")
@@ -183,16 +183,16 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     """A scheduler that dies with a queue and a batch: both are submitted again."""
-    running = stage.people.number("gated", 1)
+    running = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
-    waiting = stage.people.number("gated", 2)
+    waiting = stage.pool.number("gated", 2)
     stage.server.wait_pending("gated", 1)
     victim = stage.process("scheduler gated")
     victim.kill()
     stage.replaced(victim, "scheduler gated")
     visit.release()
     while not (running.done() and waiting.done()):
-        stage.server.gate.let_through(0.05)
+        stage.server.gate.release_arrivals(0.05)
     assert running.result().tensors()["OUTPUT0"].tolist() == [[1]]
     assert waiting.result().tensors()["OUTPUT0"].tolist() == [[2]]
 
@@ -202,11 +202,11 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
 
 def in_one_batch(stage: Scene, *commands: str) -> list[Reply]:
     """The answers to requests for the model "crimes" that are executed together."""
-    holder = stage.people.infer("crimes", crime("gate"))
+    holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
     asked = []
     for count, word in enumerate(commands, 1):
-        asked.append(stage.people.infer("crimes", crime(word)))
+        asked.append(stage.pool.infer("crimes", crime(word)))
         stage.server.wait_pending("crimes", count)
     visit.release()
     assert is_right(holder.result())
@@ -290,14 +290,14 @@ def hang_up_at_every_byte(stage: Scene) -> None:
 
 def hang_up_in_a_batch(stage: Scene) -> None:
     """One of a batch leaves while it runs; the others get their answers."""
-    holder = stage.people.infer("crimes", crime("gate"))
+    holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
-    stays = [stage.people.infer("crimes", crime("ok"))]
+    stays = [stage.pool.infer("crimes", crime("ok"))]
     stage.server.wait_pending("crimes", 1)
     with raw_connection(stage.server.http_port) as connection:
         connection.sendall(infer_text("crimes", crime("gate")))
         stage.server.wait_pending("crimes", 2)
-        stays.append(stage.people.infer("crimes", crime("ok")))
+        stays.append(stage.pool.infer("crimes", crime("ok")))
         stage.server.wait_pending("crimes", 3)
         visit.release()
         visit = stage.server.gate.next()
@@ -369,12 +369,12 @@ def truncate_while_executing(stage: Scene) -> None:
             "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "cut", 4096)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("cut", 4096, 4096)}],
         }
-        asked = stage.people.infer("gated", request)
+        asked = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         made.truncate(0)
         visit.release()
         while not asked.done():
-            stage.server.gate.let_through(0.05)
+            stage.server.gate.release_arrivals(0.05)
         reply = asked.result()
         assert reply.status in (400, 500, 503), reply
         stage.http.unregister("cut").ok()
@@ -386,7 +386,7 @@ def give_pages_back(stage: Scene) -> None:
         made.write(NUMBERS)
         stage.http.register("holes", made.key, 2 * NUMBERS.nbytes).ok()
         for _ in range(20):
-            asked = stage.people.infer("identity", through("holes"))
+            asked = stage.pool.infer("identity", through("holes"))
             made.punch()
             assert asked.result().status == 200
         stage.http.unregister("holes").ok()
@@ -417,7 +417,7 @@ def unregister_while_used(stage: Scene) -> None:
             "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "r", 4096)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 4096, 4096)}],
         }
-        asked = stage.people.infer("gated", request)
+        asked = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         stage.http.infer("identity", through("r", 1024)).ok()
@@ -507,7 +507,9 @@ def test_crime(server: Server, name: str) -> None:
         crime.commit(stage)
         assert_recovers(stage, time.monotonic(), crime.within_s)
         lost = [
-            answer for answer in stage.load.troubles() if not (crime.connections and answer.lost)
+            answer
+            for answer in stage.load.troubles()
+            if not (crime.connections and answer.is_disconnected)
         ]
         assert lost == []
 

@@ -17,7 +17,7 @@ import pytest
 from shmserve.ipc.messages import publications as m
 from tests.rigs.local_clients import Guest
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd, values
+from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
@@ -46,9 +46,9 @@ def server(repository: Path, start: Start) -> Server:
     return start(repository, *flags, grpc=True)
 
 
-def change(people: Crowd, name: str, verb: str = "load", body: Any = None) -> Future[Reply]:
+def change(pool: RequestPool, name: str, verb: str = "load", body: Any = None) -> Future[Reply]:
     """Ask for a load, or an unload."""
-    return people.do(lambda http: http.post(f"/v2/repository/models/{name}/{verb}", body))
+    return pool.send(lambda http: http.post(f"/v2/repository/models/{name}/{verb}", body))
 
 
 def state(server: Server, name: str, version: str = "1") -> str:
@@ -87,33 +87,33 @@ def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
 def test_a_worker_that_dies_while_its_generation_drains(
-    server: Server, people: Crowd, verb: str
+    server: Server, pool: RequestPool, verb: str
 ) -> None:
     """What it had is executed by another one, and then the generation ends."""
-    change(people, "gated").result().ok()
-    asked = people.number("gated", 7)
+    change(pool, "gated").result().ok()
+    asked = pool.number("gated", 7)
     visit = server.gate.next()
-    change(people, "gated", verb).result().ok()
+    change(pool, "gated", verb).result().ok()
     os.kill(visit.pid, signal.SIGKILL)
     again = server.gate.next()
     assert again.pid != visit.pid
     again.release()
     assert values(asked.result()) == [7]
-    change(people, "gated", "unload").result().ok()
+    change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
     assert not server.find("scheduler gated")
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
 def test_a_scheduler_that_dies_while_its_generation_drains(
-    server: Server, people: Crowd, verb: str
+    server: Server, pool: RequestPool, verb: str
 ) -> None:
     """What it had goes to the new generation, or is refused where there is none."""
-    change(people, "gated").result().ok()
-    asked = people.number("gated", 7)
+    change(pool, "gated").result().ok()
+    asked = pool.number("gated", 7)
     visit = server.gate.next()
-    dying = server.one("scheduler gated")
-    change(people, "gated", verb).result().ok()
+    dying = server.find_one("scheduler gated")
+    change(pool, "gated", verb).result().ok()
     dying.kill()
     if verb == "load":
         again = server.gate.next()
@@ -122,13 +122,13 @@ def test_a_scheduler_that_dies_while_its_generation_drains(
         assert values(asked.result()) == [7]
     else:
         assert asked.result().status == 503
-    change(people, "gated", "unload").result().ok()
+    change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: not server.find("scheduler gated"))
 
 
-def test_an_instance_that_dies_while_another_loads(server: Server, people: Crowd) -> None:
+def test_an_instance_that_dies_while_another_loads(server: Server, pool: RequestPool) -> None:
     """It starts again, and the load succeeds with both."""
-    asked = change(people, "twin")
+    asked = change(pool, "twin")
     first, second = server.gate.next(), server.gate.next()
     before = attached(server)
     first.release()
@@ -140,21 +140,21 @@ def test_an_instance_that_dies_while_another_loads(server: Server, people: Crowd
     asked.result().ok()
     assert server.answers("/v2/models/twin/ready")
     until("both are there", lambda: len(server.find("worker twin")) == 2)
-    change(people, "twin", "unload").result().ok()
+    change(pool, "twin", "unload").result().ok()
 
 
 @pytest.mark.parametrize("served", [False, True])
 def test_an_unload_waits_for_the_load_that_runs(
-    server: Server, people: Crowd, served: bool
+    server: Server, pool: RequestPool, served: bool
 ) -> None:
     """The caller of the load receives a success, and the model is unloaded then."""
     if served:
-        first = change(people, "slow")
+        first = change(pool, "slow")
         server.gate.next().release()
         first.result().ok()
-    asked = change(people, "slow")
+    asked = change(pool, "slow")
     loading = server.gate.next()
-    unload = change(people, "slow", "unload")
+    unload = change(pool, "slow", "unload")
     for _ in range(5):
         assert state(server, "slow") == ("READY" if served else "LOADING")
     assert not unload.done()
@@ -163,22 +163,22 @@ def test_an_unload_waits_for_the_load_that_runs(
     unload.result().ok()
     assert not server.find("worker slow")
     until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
-    again = change(people, "slow")
+    again = change(pool, "slow")
     server.gate.next().release()
     again.result().ok()
-    change(people, "slow", "unload").result().ok()
+    change(pool, "slow", "unload").result().ok()
 
 
-def test_a_load_while_the_last_generation_drains(server: Server, people: Crowd) -> None:
+def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPool) -> None:
     """What ends does not make what begins look unloaded."""
-    change(people, "slow")
+    change(pool, "slow")
     server.gate.next().release()
     until("it is there", lambda: server.answers("/v2/models/slow/ready"))
-    asked = people.number("slow", 7)
+    asked = pool.number("slow", 7)
     executing = server.gate.next()
-    change(people, "slow", "unload").result().ok()
+    change(pool, "slow", "unload").result().ok()
     assert state(server, "slow") == "UNLOADING"
-    loaded = change(people, "slow")
+    loaded = change(pool, "slow")
     loading = server.gate.next()
     executing.release()
     assert values(asked.result()) == [7]
@@ -188,67 +188,67 @@ def test_a_load_while_the_last_generation_drains(server: Server, people: Crowd) 
     loaded.result().ok()
     assert server.answers("/v2/models/slow/ready")
     assert state(server, "slow") == "READY"
-    change(people, "slow", "unload").result().ok()
+    change(pool, "slow", "unload").result().ok()
 
 
 def test_a_version_gives_way_to_another_while_models_change(
     server: Server, repository: Path
 ) -> None:
     """Readiness can be told at every moment between."""
-    with crowd(server) as people:
+    with request_pool(server) as pool:
         before = len(server.log())
-        change(people, "two").result().ok()
+        change(pool, "two").result().ok()
         (repository / "two" / "2").rename(repository / "two" / "1")
         with silent_local_client(server) as changes:
-            asked = change(people, "two")
+            asked = change(pool, "two")
             changes("two")
             assert len(server.find("scheduler two")) == 2
-            server.one("worker simple").kill()
+            server.find_one("worker simple").kill()
             until("it is known", lambda: not server.answers("/v2/models/simple/ready"))
         asked.result().ok()
         assert "Traceback" not in server.log()[before:]
         assert state(server, "two", "1") == "READY"
         until("the old one has ended", lambda: state(server, "two", "2") == "UNAVAILABLE")
-        change(people, "two", "unload").result().ok()
+        change(pool, "two", "unload").result().ok()
     until("it is ready", lambda: server.answers("/v2/health/ready"))
 
 
 def test_a_model_that_broke_is_loaded_again(
-    server: Server, people: Crowd, repository: Path
+    server: Server, pool: RequestPool, repository: Path
 ) -> None:
     """It is ready, and so is the server."""
     code = repository / "once" / "1" / "model.py"
     good = code.read_text()
-    change(people, "once").result().ok()
+    change(pool, "once").result().ok()
     code.write_text("raise SystemError('not again')")
-    server.one("worker once").kill()
+    server.find_one("worker once").kill()
     until("it has failed", lambda: state(server, "once") == "UNAVAILABLE", 20)
     assert not server.answers("/v2/health/ready")
     code.write_text(good)
-    change(people, "once").result().ok()
+    change(pool, "once").result().ok()
     assert state(server, "once") == "READY"
     assert server.answers("/v2/models/once/ready")
     assert server.answers("/v2/health/ready")
-    change(people, "once", "unload").result().ok()
+    change(pool, "once", "unload").result().ok()
 
 
 def test_a_generation_that_breaks_as_it_takes_over(
-    server: Server, people: Crowd, repository: Path
+    server: Server, pool: RequestPool, repository: Path
 ) -> None:
     """The load fails, and the old one serves as it did."""
     code = repository / "slow" / "1" / "model.py"
     good = code.read_text()
-    loading = change(people, "slow")
+    loading = change(pool, "slow")
     old = server.gate.next()
     old.release()
     loading.result().ok()
-    loading = change(people, "slow")
+    loading = change(pool, "slow")
     new = server.gate.next()
     code.write_text("raise SystemError('not again')")
     with silent_local_client(server) as changes:  # what it does not know yet is not so
         new.release()
         changes("slow")
-        asked = people.number("slow", 7)
+        asked = pool.number("slow", 7)
         assert server.gate.next().pid == new.pid
         os.kill(new.pid, signal.SIGKILL)
         until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
@@ -257,13 +257,13 @@ def test_a_generation_that_breaks_as_it_takes_over(
     assert asked.result().status == 503
     assert state(server, "slow") == "READY"
     assert server.answers("/v2/models/slow/ready")
-    asked = people.number("slow", 8)
+    asked = pool.number("slow", 8)
     visit = server.gate.next()
     assert visit.pid == old.pid
     visit.release()
     assert values(asked.result()) == [8]
     code.write_text(good)
-    change(people, "slow", "unload").result().ok()
+    change(pool, "slow", "unload").result().ok()
     until("both have ended", lambda: not server.find("scheduler slow"))
 
 
@@ -271,15 +271,18 @@ def test_a_request_that_arrives_slowly_while_its_model_is_loaded_again(server: S
     """It goes to the new generation."""
     data = np.arange(1 << 20, dtype=np.float32).tobytes()
     body, headers = binary_request([("INPUT0", "FP32", [len(data) // 4], data)])
-    with crowd(server) as people, socket.create_connection(("127.0.0.1", server.http_port)) as link:
-        change(people, "identity").result().ok()
+    with (
+        request_pool(server) as pool,
+        socket.create_connection(("127.0.0.1", server.http_port)) as link,
+    ):
+        change(pool, "identity").result().ok()
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: {server.url}\r\n{lines}"
         link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:100_000])
-        change(people, "identity").result().ok()
+        change(pool, "identity").result().ok()
         until("the old one has ended", lambda: len(server.find("scheduler identity")) == 1)
         link.sendall(body[100_000:])
         link.settimeout(10)
         with link.makefile("rb") as answer:
             assert answer.readline().split()[1] == b"200"
-        change(people, "identity", "unload").result().ok()
+        change(pool, "identity", "unload").result().ok()

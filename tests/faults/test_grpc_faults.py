@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, Start, stopped, wait_gone
+from tests.support.servers import Server, Start, stopped, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
@@ -35,18 +35,18 @@ def test_the_gateway_dies(server: Server, ending: str) -> None:
     """Its calls fail, the next one takes the port, and HTTP hears nothing of it."""
     with stub(server) as call, server.http() as http:
         assert answers(call)
-        gateway = server.one("gateway grpc")
+        gateway = server.find_one("gateway grpc")
         asked = call.ModelInfer.future(
             request_of("gated", np.ones((1, 1), np.int32), "INT32"), timeout=20
         )
         visit = server.gate.next()
         gateway.kill() if ending == "kill" else stopped(gateway)
         assert http.get("/v2/health/ready").status == 200
-        assert wait_gone(gateway, WITHIN_S)
+        assert wait_exited(gateway, WITHIN_S)
         assert asked.exception().code() is grpc.StatusCode.UNAVAILABLE
         visit.release()
         until("the next one answers", lambda: answers(call), WITHIN_S)
-        assert server.one("gateway grpc").pid != gateway.pid
+        assert server.find_one("gateway grpc").pid != gateway.pid
         assert answers(call) and http.get("/v2/health/ready").status == 200
     until("nothing executes", lambda: server.metric("shmserve_executing_requests") == 0)
 
@@ -58,7 +58,7 @@ def test_what_is_behind_it_dies(server: Server, victim: str) -> None:
     with stub(server) as call:
         asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
-        server.one(victim).kill()
+        server.find_one(victim).kill()
         visit.release()
         server.gate.next(10).release()
         assert asked.result().raw_output_contents == [array.tobytes()]
@@ -74,7 +74,7 @@ def test_the_supervisor_dies(tmp_path: Path) -> None:
         server.wait_ready().wait_listening()
         members = server.tree()
         server.kill()
-        server.assert_gone(members)
+        server.assert_exited(members)
     finally:
         server.discard()
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.faults.scene import RECOVERY_S, wait_replaced
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd, values
 from tests.support.gates import Visit
 from tests.support.load import Load
-from tests.support.servers import Server, Start, wait_gone
+from tests.support.request_pool import RequestPool, request_pool, values
+from tests.support.servers import Server, Start, wait_exited
 from tests.support.waiting import until
 
 LOADING = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
@@ -39,40 +39,42 @@ def server(repository: Path, start: Start) -> Server:
 @pytest.mark.parametrize("moment", ["loading", "reloading"])
 def test_while_loading(server: Server, moment: str, victim: str) -> None:
     """The others are served; the load answers, and what it says is so; it can be repeated."""
-    with crowd(server) as people, Load(server, memory=0) as load:
+    with request_pool(server) as pool, Load(server, memory=0) as load:
         if moment == "reloading":
-            load_slow(server, people)
-            assert ask_slow(server, people, 1) == [1]
+            load_slow(server, pool)
+            assert ask_slow(server, pool, 1) == [1]
         else:
-            unload_slow(people)
-        asked = people.do(lambda http: http.load("slow"))
+            unload_slow(pool)
+        asked = pool.send(lambda http: http.load("slow"))
         visit = server.gate.next()
         dying = find(server, victim, visit)
         dying.kill()
         if victim in ("gateway http 0", "worker zygote", "front zygote"):
             wait_replaced(server, dying, victim)
         else:
-            assert wait_gone(dying, RECOVERY_S), "a signal is only sent; it takes a moment to die"
+            assert wait_exited(dying, RECOVERY_S), "a signal is only sent; it takes a moment to die"
         visit.release()
         while not asked.done():
-            server.gate.let_through(0.05)
+            server.gate.release_arrivals(0.05)
         if victim == "gateway http 0":
             assert isinstance(asked.exception(), Exception)
             until_ready(server)
         elif asked.result().status == 200:
             assert server.answers("/v2/models/slow/ready")
-            assert ask_slow(server, people, 1) == [1]
+            assert ask_slow(server, pool, 1) == [1]
         else:
             assert asked.result().error
             if moment == "loading":
                 assert not server.answers("/v2/models/slow/ready")
         if moment == "reloading":
-            assert ask_slow(server, people, 2) == [2], "the old one is there while no new one is"
-        load_slow(server, people)
-        assert ask_slow(server, people, 3) == [3]
-        unload_slow(people)
+            assert ask_slow(server, pool, 2) == [2], "the old one is there while no new one is"
+        load_slow(server, pool)
+        assert ask_slow(server, pool, 3) == [3]
+        unload_slow(pool)
         load.wait_answered(time.monotonic(), RECOVERY_S)
-        lost = [a for a in load.troubles() if not (victim == "gateway http 0" and a.lost)]
+        lost = [
+            a for a in load.troubles() if not (victim == "gateway http 0" and a.is_disconnected)
+        ]
         assert lost == []
     until("it is unloaded", lambda: not server.find("worker slow") + server.find("scheduler slow"))
     assert max(server.titles().values()) == 1
@@ -84,37 +86,37 @@ def find(server: Server, victim: str, visit: Visit) -> psutil.Process:
         return psutil.Process(visit.pid)
     if victim == "scheduler":
         return max(server.find("scheduler slow"), key=psutil.Process.create_time)
-    return server.one(victim)
+    return server.find_one(victim)
 
 
 def until_ready(server: Server) -> None:
     """Whoever comes to the gate may pass, until the slow model is there."""
 
     def ready() -> bool:
-        server.gate.let_through(0.02)
+        server.gate.release_arrivals(0.02)
         return server.answers("/v2/models/slow/ready")
 
     until("the model is there", ready)
 
 
-def load_slow(server: Server, people: Crowd) -> None:
+def load_slow(server: Server, pool: RequestPool) -> None:
     """Load the slow model, and let it."""
-    asked = people.do(lambda http: http.load("slow"))
+    asked = pool.send(lambda http: http.load("slow"))
     while not asked.done():
-        server.gate.let_through(0.02)
+        server.gate.release_arrivals(0.02)
     asked.result().ok()
 
 
-def unload_slow(people: Crowd) -> None:
+def unload_slow(pool: RequestPool) -> None:
     """Unload the slow model."""
-    people.do(lambda http: http.unload("slow")).result().ok()
+    pool.send(lambda http: http.unload("slow")).result().ok()
 
 
-def ask_slow(server: Server, people: Crowd, value: int) -> list[int]:
+def ask_slow(server: Server, pool: RequestPool, value: int) -> list[int]:
     """What the slow model answers."""
-    asked = people.number("slow", value)
+    asked = pool.number("slow", value)
     while not asked.done():
-        server.gate.let_through(0.02)
+        server.gate.release_arrivals(0.02)
     return values(asked.result())
 
 
@@ -126,21 +128,21 @@ def test_while_draining(repository: Path, victim: str) -> None:
     try:
         server.wait_ready()
         members = server.tree()
-        with crowd(server) as people:
-            asked = people.number("gated", 1)
+        with request_pool(server) as pool:
+            asked = pool.number("gated", 1)
             visit = server.gate.next()
             server.process.terminate()
             until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
-            server.one(victim).kill()
+            server.find_one(victim).kill()
             visit.release()
             while not asked.done():
-                server.gate.let_through(0.05)
+                server.gate.release_arrivals(0.05)
             if asked.exception() is None:
                 assert asked.result().status in (200, 503)
             else:
                 assert victim == "gateway http 0"
         assert server.wait_exit(20) == 0, server.log()
-        server.assert_gone(members)
+        server.assert_exited(members)
         assert "Traceback" not in server.log()
     finally:
         server.discard()
@@ -152,12 +154,12 @@ def test_the_supervisor_while_draining(repository: Path) -> None:
     try:
         server.wait_ready()
         members = server.tree()
-        with crowd(server) as people:
-            people.number("gated", 1)
+        with request_pool(server) as pool:
+            pool.number("gated", 1)
             server.gate.next()
             server.process.terminate()
             until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
             server.kill()
-            server.assert_gone(members)
+            server.assert_exited(members)
     finally:
         server.discard()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.scene import RECOVERY_S
 from tests.support import repositories
-from tests.support.crowd import crowd, values
+from tests.support.request_pool import request_pool, values
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 
@@ -34,17 +34,17 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
     assert not server.answers("/v2/health/ready")
     loading.release()
     server.wait_ready()
-    victim = server.one("worker gated.0")
+    victim = server.find_one("worker gated.0")
     victim.kill()
     loading = server.gate.next(within_s=RECOVERY_S)
     assert loading.pid != victim.pid
-    with server.http() as http, crowd(server) as people:
+    with server.http() as http, request_pool(server) as pool:
         assert http.get("/v2/health/live").status == 200
         assert http.get("/v2/health/ready").status == 400
         assert http.get("/v2/models/gated/ready").status == 400
         assert http.get("/v2/models/simple/ready").status == 200
         # It is coming back, so who asks now waits for it.
-        asked = people.number("gated", 7)
+        asked = pool.number("gated", 7)
         server.wait_pending("gated", 1)
         loading.release()
         server.gate.next().release()
@@ -67,12 +67,12 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 
     def execute("""
     repositories.insert(folder, once)
-    with running(repository) as server, server.http() as http, crowd(server) as people:
+    with running(repository) as server, server.http() as http, request_pool(server) as pool:
         server.gate.close()
-        waiting = people.number("once", 1)
+        waiting = pool.number("once", 1)
         assert values(waiting.result()) == [1]
-        server.one("worker once.0").kill()
-        until("it has failed", lambda: people.number("once", 1).result().status == 503, 20)
+        server.find_one("worker once.0").kill()
+        until("it has failed", lambda: pool.number("once", 1).result().status == 503, 20)
         assert http.get("/v2/health/live").status == 200
         assert http.get("/v2/health/ready").status == 400
         assert http.get("/v2/models/once/ready").status == 400
@@ -88,7 +88,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
         assert states["once"]["state"] == "UNAVAILABLE"
         assert states["once"]["reason"]
         began = time.monotonic()
-        assert people.number("once", 1).result().status == 503
+        assert pool.number("once", 1).result().status == 503
         assert time.monotonic() - began < RECOVERY_S
 
 

@@ -73,10 +73,10 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
         with ThreadPoolExecutor(2) as pool:
             holder = pool.submit(ask, server, "holder", 1)
             held = gate.next()
-            assert held.told["batch"] == [1]
+            assert held.message["batch"] == [1]
             other = pool.submit(ask, server, "other", 2)
             server.wait_pending("other", 1)
-            server.one(victim).kill()
+            server.find_one(victim).kill()
             first = gate.next()
             first.release()
             held.release()  # where only its scheduler is dead, its worker is still there

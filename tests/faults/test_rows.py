@@ -18,9 +18,9 @@ import pytest
 import shmserve.client
 from tests.faults.full.small_shm import can_mount, fill_shared_memory
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd
-from tests.support.leaks import descriptors, made_since
+from tests.support.leaks import created_since, descriptors
 from tests.support.regions import SharedObject
+from tests.support.request_pool import RequestPool, request_pool
 from tests.support.servers import Server, kill_together, run_python, running
 from tests.support.users import ALICE, as_user
 from tests.support.waiting import until
@@ -47,11 +47,11 @@ def server(folder: Path, repository: Path) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A server, a connection to it, a crowd of others, its unix socket, its models."""
+    """A server, a connection to it, a pool of other requests, its unix socket, its models."""
 
     server: Server
     http: Http
-    people: Crowd
+    pool: RequestPool
     socket: Path
     models: Path
 
@@ -69,7 +69,7 @@ class Stage:
 
     def replaced(self, title: str) -> None:
         """A worker is killed and is back."""
-        victim = self.server.one(title)
+        victim = self.server.find_one(title)
         victim.kill()
         until(
             f"{title} is back",
@@ -109,7 +109,7 @@ def unregister_in_flight(stage: Stage) -> None:
     """It answers at once. The region is listed and usable until no request uses it; then it is
     gone."""
     with stage.region("r") as made:
-        asked = stage.people.infer("gated", gated(5, "r"))
+        asked = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         assert [region["name"] for region in stage.http.regions().json()] == ["r"]
@@ -131,7 +131,7 @@ def unregister_under_load(stage: Stage) -> None:
                 pass
             return reply
 
-        asked = [stage.people.do(ask_until_refused) for _ in range(4)]
+        asked = [stage.pool.send(ask_until_refused) for _ in range(4)]
         stage.http.unregister("r").ok()
         assert [answer.result().status for answer in asked] == [404] * 4
         stage.http.register("r", other.key, SIZE).ok()
@@ -216,18 +216,18 @@ def truncated(stage: Stage) -> None:
     """Before it is read, and before the output is written: an error to its client alone."""
     with stage.region("r") as made:
         assert stage.through("r") == 200
-        worker = stage.server.one("worker identity.0")
+        worker = stage.server.find_one("worker identity.0")
         made.truncate(SIZE)
         assert stage.through("r") == 400
         made.truncate(2 * SIZE)
-        assert stage.server.one("worker identity.0") == worker
+        assert stage.server.find_one("worker identity.0") == worker
     with stage.region("s") as made:
-        asked = stage.people.infer("gated", gated(5, "s", SIZE))
+        asked = stage.pool.infer("gated", gated(5, "s", SIZE))
         visit = stage.server.gate.next()
         made.truncate(0)
         visit.release()
         while not asked.done():
-            stage.server.gate.let_through(0.05)
+            stage.server.gate.release_arrivals(0.05)
         assert asked.result().status in (400, 500, 503)
     stage.server.wait_ready()
     assert stage.http.infer("identity", {"inputs": [json_input("INPUT0", VALUES)]}).status == 200
@@ -250,9 +250,9 @@ def killed_servers_leave_nothing(stage: Stage) -> None:
         server.process.wait()
         with contextlib.suppress(AssertionError):
             # The last one clears the run directory away; if it was killed too, the next start does.
-            server.assert_gone(members, within_s=1.0)
+            server.assert_exited(members, within_s=1.0)
         server.discard(members)
-        assert not made_since(before)
+        assert not created_since(before)
 
 
 ATTACH = """
@@ -326,7 +326,7 @@ def objects_of_others(stage: Stage) -> None:
     for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
         assert "reserved prefix" in stage.http.register("r", key, 64).error
     with stage.region("r"):
-        asked = stage.people.infer("gated", gated(1, "r"))
+        asked = stage.pool.infer("gated", gated(1, "r"))
         visit = stage.server.gate.next()
         names = set()
         for process in stage.server.tree():
@@ -375,7 +375,7 @@ def another_mount(stage: Stage) -> None:
 def outputs_in_one_place(stage: Stage) -> None:
     """Of two requests in flight that write to the same bytes the second gets an error."""
     with stage.region("r") as made:
-        asked = stage.people.infer("gated", gated(5, "r"))
+        asked = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         refused = stage.http.infer("gated", gated(6, "r", 60))
         assert refused.status == 400
@@ -503,9 +503,9 @@ def test_the_table_is_whole() -> None:
     "number", ROWS, ids=[f"row {number}: {row.__name__}" for number, row in ROWS.items()]
 )
 def test_row(server: Server, folder: Path, number: int) -> None:
-    with server.http() as http, crowd(server) as people:
+    with server.http() as http, request_pool(server) as pool:
         try:
-            ROWS[number](Stage(server, http, people, folder / "socket", folder / "models"))
+            ROWS[number](Stage(server, http, pool, folder / "socket", folder / "models"))
         finally:
             with contextlib.closing(UnixHttp(folder / "socket")) as admin:
                 admin.unregister().ok()

@@ -57,7 +57,7 @@ def ask(
     return int(result["OUTPUT0"][0, 0])
 
 
-class Others:
+class CalledModels:
     """Someone who sums up one sequence after the other; `wrong` has what should not have been."""
 
     def __init__(self, server: Server) -> None:
@@ -68,7 +68,7 @@ class Others:
         self.done = 0
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Others:
+    def __enter__(self) -> CalledModels:
         self._thread.start()
         until("the others are served", lambda: self.done > 3)
         return self
@@ -132,8 +132,8 @@ def test_a_worker_dies_and_its_sequences_are_told(
 
 def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.Server) -> None:
     """What is started once that is known runs, and readiness comes back."""
-    with Others(server) as others:
-        victim = server.one("worker summing.0")
+    with CalledModels(server) as others:
+        victim = server.find_one("worker summing.0")
         victim.kill()
         with contextlib.suppress(shmserve.client.Internal):  # the scheduler may not know it yet
             ask(client, 69, 3, start=True, end=True)
@@ -146,7 +146,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
     """It alone knew whose slots they were: who goes on is to begin again, and can at once."""
     assert ask(client, 80, 1, start=True) == 1
-    victim = server.one("scheduler summing")
+    victim = server.find_one("scheduler summing")
     victim.kill()
     wait_replaced(server, victim, "scheduler summing")
     with pytest.raises(ShmserveError, match="must specify the START flag"):
@@ -181,7 +181,7 @@ def test_a_client_opens_very_many_and_ends_none(
         lambda: server.metric("nv_inference_pending_request_count") == 0,
         within_s=30,
     )
-    with Others(server) as others:
+    with CalledModels(server) as others:
         pass
     assert not others.wrong and not others.lost
 
@@ -217,7 +217,7 @@ def test_a_stream_opens_very_many_and_ends_none(
 
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """It is one sequence, whoever asks: as a Triton has it."""
-    with shmserve.client.connect(server.run_dir) as other, Others(server) as others:
+    with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as others:
         assert ask(client, 5, 1, start=True) == 1
         assert [ask(other, 5, 10), ask(client, 5, 100), ask(other, 5, 1000)] == [11, 111, 1111]
         # Who starts it anew does so for both.

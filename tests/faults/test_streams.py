@@ -10,7 +10,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.streams import ask_repeat, ended, failed, stream
+from tests.support.wire.streams import ended, failed, send_repeat, stream
 
 LONG = [0] * 3000
 
@@ -46,23 +46,23 @@ def live(server: Server) -> float:
 )
 def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, LONG, delay_ms=10)
+        send_repeat(client, LONG, delay_ms=10)
         told.get(timeout=30)
-        victim = repeating.one(process)
+        victim = repeating.find_one(process)
         victim.kill()
         assert says in failed(told)
         # What comes on the same stream finds the successor.
-        ask_repeat(client, [1, 2, 3])
+        send_repeat(client, [1, 2, 3])
         assert ended(told) == 3
     until("nothing is left at a worker", lambda: live(repeating) == 0)
 
 
 def test_a_client_leaves_and_another_reads_on(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, list(range(200)), delay_ms=5)
+        send_repeat(client, list(range(200)), delay_ms=5)
         told.get(timeout=30)
         with stream(repeating) as (other, others):
-            ask_repeat(other, LONG, delay_ms=10)
+            send_repeat(other, LONG, delay_ms=10)
             others.get(timeout=30)
             assert live(repeating) == 2
         until("its request has ended at the worker", lambda: live(repeating) == 1)
@@ -79,9 +79,9 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating:
     with stream(repeating) as (client, told):
         client.stop_stream()
         client.start_stream(take)
-        ask_repeat(client, [7] * 5000)
+        send_repeat(client, [7] * 5000)
         with stream(repeating) as (other, others):
-            ask_repeat(other, list(range(500)))
+            send_repeat(other, list(range(500)))
             assert ended(others) == 500
         gate.set()
         for _ in range(5001):
@@ -90,7 +90,7 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating:
 
 def test_unloading_waits_for_the_last_response(repeating: Server) -> None:
     with stream(repeating) as (client, told), repeating.http() as http:
-        ask_repeat(client, list(range(60)), delay_ms=10)
+        send_repeat(client, list(range(60)), delay_ms=10)
         told.get(timeout=30)
         http.unload("repeat").ok()
         assert ended(told) == 59
@@ -99,9 +99,9 @@ def test_unloading_waits_for_the_last_response(repeating: Server) -> None:
 
 def test_stopping_the_server_ends_a_stream(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, LONG, delay_ms=20)
+        send_repeat(client, LONG, delay_ms=20)
         told.get(timeout=30)
         members = repeating.tree()
         repeating.stop(20)
         assert failed(told)
-    repeating.assert_gone(members)
+    repeating.assert_exited(members)

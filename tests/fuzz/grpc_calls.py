@@ -86,7 +86,7 @@ class _Client:
         self.came[stream] = bytearray()
         self._open.append(stream)
         block = post(path, *_FIELDS[self.number() % len(_FIELDS)])
-        self.scene.say(frame(HEADERS, END_HEADERS, stream, block))
+        self.scene.send(frame(HEADERS, END_HEADERS, stream, block))
 
     def write(self) -> None:
         """A message, whose bytes are sent later, in pieces."""
@@ -110,7 +110,7 @@ class _Client:
         piece, rest[:size] = bytes(rest[:size]), b""
         if how > 0xE0:
             self._end(stream)
-        self.scene.say(frame(DATA, END_STREAM if how > 0xE0 else 0, stream, piece))
+        self.scene.send(frame(DATA, END_STREAM if how > 0xE0 else 0, stream, piece))
 
     def step(self) -> None:
         kind = self.number() % 28
@@ -126,15 +126,15 @@ class _Client:
         elif kind == 16:
             stream = self._stream()
             self._end(stream)
-            scene.say(frame(RESET, 0, stream, bytes(4)))
+            scene.send(frame(RESET, 0, stream, bytes(4)))
         elif kind == 17:
             more = struct.pack(">I", (1, 500, 2**20)[self.number() % 3])
-            scene.say(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], more))
+            scene.send(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], more))
         elif kind == 18:
             size = (0, 10, 65535, 2**20)[self.number() % 4]
-            scene.say(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)))
+            scene.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)))
         elif kind == 19:
-            scene.say(frame(PING, 0, 0, bytes(8)))
+            scene.send(frame(PING, 0, 0, bytes(8)))
         elif kind == 20:
             scene.connection.pause_writing()
         elif kind == 21:

@@ -40,7 +40,7 @@ class Peer:
         assert isinstance(message, kind), message
         return message
 
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         """Whether nothing comes for a moment."""
         self._listen(0.05)
         return not self._waiting
@@ -51,14 +51,14 @@ class Peer:
                 self._peer = peer
                 self._waiting.append(message)
 
-    def say(self, *messages: Any) -> None:
+    def send(self, *messages: Any) -> None:
         """Send messages, as one frame."""
         for message in messages:
             self._router.post(self._peer, message)
         self._router.flush()
 
 
-class Others:
+class CalledModels:
     """Models that a model under test calls, in this thread; what is tested runs in another."""
 
     def __init__(self, folder: Path, control: Router):
@@ -89,11 +89,11 @@ class Others:
         self._routers.append(Router(self.endpoint(name)))
         return Peer(self._routers[-1])
 
-    def found(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> FindModel:
+    def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> FindModel:
         """Answer the next question for a model: it is at the scheduler `name`."""
         question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
-        self.supervisor.say(Answered(question.id, {**answer, **more}))
+        self.supervisor.send(Answered(question.id, {**answer, **more}))
         return question
 
     def close(self) -> None:

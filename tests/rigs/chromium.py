@@ -76,7 +76,7 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def go(self, url: str) -> None:
+    def navigate(self, url: str) -> None:
         """Open another page than this one; returns when it is loaded."""
         self._loaded = False
         self._call("Page.navigate", url=url)

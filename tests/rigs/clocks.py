@@ -14,7 +14,7 @@ class Clock:
         """As `time.monotonic` does."""
         return self.now
 
-    async def go_on(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         """So much passes at one go; then whoever has something to do has his turns."""
         self.now += seconds
         for _ in range(100):

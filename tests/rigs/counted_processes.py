@@ -228,7 +228,7 @@ def worker(folder: Path, case: Case) -> Calls:
                 with calls if step == _WARM_UPS else MagicMock():
                     link.receive()
                     rig.instance.serve_commands()
-                (done,) = rig.said()
+                (done,) = rig.sent()
                 assert isinstance(done, m.BatchFinished) and not any(r.code for r in done.replies)
         backend.unload()
     torch.set_warn_always(False)

@@ -131,7 +131,7 @@ class EnsembleRig:
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
         """A model serves, at its own name unless it says otherwise."""
         name = config["name"]
-        self.control_says(
+        self.from_control(
             ModelPublished(
                 name, "1", ModelSpec.of(config), {}, endpoint or name, True, True, 0.0, 0
             )
@@ -150,19 +150,19 @@ class EnsembleRig:
         wanted = tuple(map(RequestedOutput, outputs))
         work = pack_inference(Inference((tensor,), wanted))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
-        self.client_says(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
+        self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 
-    def client_says(self, message: Any) -> None:
+    def from_client(self, message: Any) -> None:
         """The gateway says this."""
         self.ensemble.from_client(GATEWAY, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
-    def control_says(self, message: Any) -> None:
+    def from_control(self, message: Any) -> None:
         """The supervisor says this."""
         self.ensemble.from_control(message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
-    def step_says(self, endpoint: str, message: Any) -> None:
+    def from_step(self, endpoint: str, message: Any) -> None:
         """A step's scheduler says this."""
         self.core.from_step(endpoint, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
@@ -172,7 +172,7 @@ class EnsembleRig:
         self.now_ns += ms * MS
         self.ensemble.tick(self.now_ns)
 
-    def told(self) -> list[Any]:
+    def client_messages(self) -> list[Any]:
         """What the gateway was told since the last time."""
         return [message for _, message in self.clients.take()]
 
@@ -187,12 +187,12 @@ class EnsembleRig:
 
     def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
         """A step has succeeded."""
-        self.step_says(endpoint, m.Finished(number, *made(data)))
+        self.from_step(endpoint, m.Finished(number, *made(data)))
 
     def respond(self, endpoint: str, number: int, data: bytes, final: bool = False) -> None:
         """A decoupled step has responded; no data: that was all."""
         schema, tensors = made(data) if data else (b"", [])
-        self.step_says(endpoint, m.Responded(number, "", "", schema, tensors, final))
+        self.from_step(endpoint, m.Responded(number, "", "", schema, tensors, final))
 
 
 def made(data: bytes) -> Packed:

@@ -66,7 +66,7 @@ class FakeCuda:
         self._exported[made.raw] = made
         return made
 
-    def forget(self, exported: Exported) -> None:
+    def revoke(self, exported: Exported) -> None:
         """The exporter dies: nobody can open the handle any more."""
         self._exported.pop(exported.raw, None)
 
@@ -153,7 +153,7 @@ class FakeExporting:
 
     def free(self, pointer: int, device: int) -> None:
         """As in `Exporting`."""
-        self._cuda.forget(self.allocated.pop(pointer))
+        self._cuda.revoke(self.allocated.pop(pointer))
 
     def export(self, pointer: int, device: int) -> bytes:
         """As in `Exporting`."""

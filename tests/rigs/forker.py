@@ -54,7 +54,7 @@ class Forked:
         if self._status is None:
             if not select.select([self._pidfd], [], [], timeout_s)[0]:
                 raise TimeoutError(f"process {self.pid} has not ended in {timeout_s} s")
-            self._status = self._forker.ask(["reap", self.pid])
+            self._status = self._forker.request(["reap", self.pid])
             os.close(self._pidfd)
         return self._status
 
@@ -76,9 +76,9 @@ class Forker:
 
     def fork(self, start: bytes, stderr: int, fds: Sequence[int]) -> Forked:
         """A process that runs the entry point with an encoded start record, and descriptors."""
-        return Forked(self, self.ask(["fork", start], [stderr, *fds]))
+        return Forked(self, self.request(["fork", start], [stderr, *fds]))
 
-    def ask(self, request: list[object], fds: Sequence[int] = ()) -> int:
+    def request(self, request: list[object], fds: Sequence[int] = ()) -> int:
         """The response to a request."""
         socket.send_fds(self._link, [msgpack.packb(request)], fds)
         response = self._link.recv(_LARGEST)

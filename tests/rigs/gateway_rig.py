@@ -94,7 +94,7 @@ class Scheduler:
         self.held = False
         self.statistics: dict[str, Any] | None = None
         self.submits: list[m.Submit] = []
-        self.others: list[Any] = []  # Cancel, Release
+        self.notices: list[Any] = []  # Cancel, Release
         self.peers: set[bytes] = set()
         self.waiting: list[tuple[bytes, m.Submit]] = []
         self.puppet = Puppet(self.endpoint, self._take)
@@ -112,7 +112,7 @@ class Scheduler:
                 if self.statistics is not None:
                     self.puppet.router.post(peer, m.StatisticsReported(number, self.statistics))
             case _:
-                self.others.append(message)
+                self.notices.append(message)
 
     def _answer(self, peer: bytes, submit: m.Submit) -> None:
         body = pack_inferred(self.compute(inference_of(submit)))
@@ -128,7 +128,7 @@ class Scheduler:
 
         self.puppet.call(act)
 
-    def say(self, peer: bytes, *messages: Any) -> None:
+    def send(self, peer: bytes, *messages: Any) -> None:
         """Send messages."""
 
         def act() -> None:
@@ -143,7 +143,7 @@ class Scheduler:
 
 
 class Rig:
-    """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
+    """A gateway on free ports, its supervisor (`send`, `received`) and its schedulers.
 
     `listener` is a listening socket, if not one on 127.0.0.1. With `grpc` it speaks gRPC, on
     `port`.
@@ -158,7 +158,7 @@ class Rig:
         **settings: Any,
     ) -> None:
         self.run_dir = run_dir
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.refusals: dict[type, tuple[str, str]] = {}
         self.payloads: dict[type, dict[str, Any]] = {}
         self.schedulers: list[Scheduler] = []
@@ -182,14 +182,14 @@ class Rig:
             encode_start(start), stderr, fds
         )
         os.close(stderr)
-        self._said = open(said, "rb")  # noqa: SIM115 - the reader closes it
+        self._log_pipe = open(said, "rb")  # noqa: SIM115 - the reader closes it
         self._log = b""
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         until("the gateway says that it is there", lambda: self._peer, 20)
 
     def _read_log(self) -> None:
-        with self._said as lines:
+        with self._log_pipe as lines:
             for line in lines:
                 self._log += line
 
@@ -200,7 +200,7 @@ class Rig:
 
     def _take(self, peer: bytes, message: Any) -> None:
         self._peer = peer
-        self.heard.append(message)
+        self.received.append(message)
         number = getattr(message, "id", None)
         if number is None:
             return
@@ -210,7 +210,7 @@ class Rig:
         elif type(message) in self.payloads:
             self._puppet.router.post(peer, Answered(number, self.payloads[type(message)]))
 
-    def tell(self, *messages: Any) -> None:
+    def send(self, *messages: Any) -> None:
         """Have the supervisor say something; returns when it is sent."""
 
         def act() -> None:
@@ -221,17 +221,17 @@ class Rig:
 
     def apply(self, make: Callable[[int], Any]) -> None:
         """Have the supervisor say something that is acknowledged, and wait until it is."""
-        number = 1000 + len(self.heard)
-        self.tell(make(number))
-        until("it is acknowledged", lambda: Acknowledged(number) in self.heard)
+        number = 1000 + len(self.received)
+        self.send(make(number))
+        until("it is acknowledged", lambda: Acknowledged(number) in self.received)
 
-    def heard_of(self, kind: type) -> list[Any]:
+    def received_of(self, kind: type) -> list[Any]:
         """The messages of one kind that the supervisor got."""
-        return [message for message in self.heard if type(message) is kind]
+        return [message for message in self.received if type(message) is kind]
 
     def open(self, *, ready: bool = True) -> None:
         """Have the supervisor say that this is all; connections are accepted from then on."""
-        self.tell(HealthChanged(live=True, ready=ready, exiting=False))
+        self.send(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:
         """A scheduler."""

@@ -102,23 +102,23 @@ class Scene:
             tls=None,
             deflater=deflater,
         )
-        self.lost = 0
+        self.disconnects = 0
         self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(disconnected=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
             connection_made=lambda _: client,
-            connection_lost=self._lost,
+            connection_lost=self._on_disconnect,
             connection_drained=lambda _: None,
         )
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()
         self.connection.connection_made(self.transport)
-        self.say(OPENED + frame(SETTINGS, ACK, 0))
+        self.send(OPENED + frame(SETTINGS, ACK, 0))
         self.transport.frames()
 
-    def _lost(self, _: Any) -> None:
-        self.lost += 1
+    def _on_disconnect(self, _: Any) -> None:
+        self.disconnects += 1
 
     def _begin(self, connection: Any, stream: Any, head: CallHead) -> GrpcCall:
         call: UnaryCall | StreamingCall
@@ -138,7 +138,7 @@ class Scene:
             await call.write_all([request])
         return None
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """The client's bytes."""
         read(self.connection, data)
 
@@ -146,10 +146,10 @@ class Scene:
         """A call begins."""
         return frame(HEADERS, END_HEADERS, stream, post(path, *more))
 
-    def ask(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
+    def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
         """A unary call, whole."""
         asked = frame(DATA, END_STREAM, stream, message(data))
-        self.say(self.head(stream, UNARY, *more) + asked)
+        self.send(self.head(stream, UNARY, *more) + asked)
 
     def statuses(self) -> dict[int, bytes]:
         """How calls ended since the last look, by stream: the status and what follows it."""

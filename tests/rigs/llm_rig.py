@@ -76,7 +76,7 @@ class Running:
     tokens: list[int]
     computed: int = 0
     table: list[int] = field(default_factory=list)
-    told: int = 0
+    sent_blocks: int = 0
     host: list[int] = field(default_factory=list)
 
 
@@ -85,7 +85,7 @@ class Scheduler:
     """The other end. `chunk` tokens of a prompt go into a step; `draft` are proposed; blocks come
     from a free list, shuffled where there is a `shuffle`."""
 
-    made: Rig
+    rig: Rig
     blocks: int
     block_size: int
     chunk: int = 16
@@ -94,11 +94,11 @@ class Scheduler:
     responses: dict[int, list[dict[str, list[Any]]]] = field(default_factory=dict)
     errors: dict[int, tuple[str, str]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    told: list[g.ResponseSent] = field(default_factory=list)
+    responses_sent: list[g.ResponseSent] = field(default_factory=list)
     prepared: dict[int, g.Prepared] = field(default_factory=dict)
     running: dict[int, Running] = field(default_factory=dict)
     results: list[g.RowResult] = field(default_factory=list)
-    over: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
     begin: list[g.Begin] = field(default_factory=list)
     within: list[int] = field(default_factory=list)  # to be copied in the next step
     reads: bool = True  # clients take all responses at once
@@ -115,21 +115,21 @@ class Scheduler:
 
     def send(self, message: Any) -> None:
         """Have the worker serve a message."""
-        link = self.made.instance.link
+        link = self.rig.instance.link
         link._take(message)
-        self.made.instance.serve_commands()
+        self.rig.instance.serve_commands()
 
     def listen(self, timeout_s: float = 5.0) -> None:
         """Take what the worker says; waits for a first message."""
-        for message in self.made.said(timeout_s):
+        for message in self.rig.sent(timeout_s):
             match message:
                 case g.Prepared(key=key):
                     self.prepared[key] = message
                 case g.ResponseSent():
-                    self.told.append(message)
+                    self.responses_sent.append(message)
                 case g.Ended(sequence=number):
                     if number in self.running:
-                        self.drop(number)
+                        self.release(number)
                 case g.Stepped():
                     self.stepped = message
                 case ExecutionResponded():
@@ -141,11 +141,11 @@ class Scheduler:
         elif message.schema:
             self.responses.setdefault(message.key, []).append(opened(message))
             if self.reads and not message.final:
-                self.made.instance.link._take(CreditExecution(message.key, 1))
+                self.rig.instance.link._take(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
             for number in [n for n, each in self.running.items() if each.key == message.key]:
-                self.drop(number)
+                self.release(number)
 
     # --- requests
 
@@ -183,11 +183,11 @@ class Scheduler:
         self.within += _pairs(parent.table, child.table)
         return child
 
-    def drop(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Let go of a sequence."""
         sequence = self.running.pop(number)
         self.free += sequence.table
-        self.over.append(number)
+        self.released.append(number)
 
     def swap(self, sequence: Running) -> None:
         """Have all blocks of a sequence copied to the host and back to others."""
@@ -196,7 +196,7 @@ class Scheduler:
         self.step(rows=[], out=out)
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
-        sequence.told = 0
+        sequence.sent_blocks = 0
         back = _pairs(host, sequence.table)
         self.step(rows=[], back=back)
 
@@ -204,7 +204,7 @@ class Scheduler:
         """Throw away what was computed of a sequence."""
         self.free = sequence.table + self.free
         sequence.table = []
-        sequence.told = sequence.computed = 0
+        sequence.sent_blocks = sequence.computed = 0
 
     # --- steps
 
@@ -220,7 +220,7 @@ class Scheduler:
         needed = -(-(sequence.computed + count + draft) // self.block_size)
         while len(sequence.table) < needed:
             sequence.table.append(self.free.pop())
-        keep, sequence.told = sequence.told, len(sequence.table)
+        keep, sequence.sent_blocks = sequence.sent_blocks, len(sequence.table)
         blocks = sequence.table[keep:]
         at = sequence.number, sequence.computed, count
         return g.Row(*at, keep, blocks, draft, samples)
@@ -229,11 +229,11 @@ class Scheduler:
         """One step, of all sequences where `rows` are not given."""
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
-        begin, over, within = self.begin, self.over, self.within
-        self.begin, self.over, self.within = [], [], []
+        begin, released, within = self.begin, self.released, self.within
+        self.begin, self.released, self.within = [], [], []
         self.stepped = None
         before = dict(self.running)
-        self.send(g.Step(next(self._steps), rows, begin, over, within=within, **copies))
+        self.send(g.Step(next(self._steps), rows, begin, released, within=within, **copies))
         self._wait("the step ends", lambda: self.stepped is not None)
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
@@ -251,7 +251,7 @@ class Scheduler:
             sequence.tokens += result.tokens
             sequence.computed += len(result.tokens) - 1
             if result.finish_reason and sequence.number in self.running:
-                self.drop(sequence.number)
+                self.release(sequence.number)
 
     def run(self) -> None:
         """Step until no sequence is left, and all requests have ended."""
@@ -277,7 +277,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether the worker has ended all that it was asked."""
-        link = self.made.instance.link
+        link = self.rig.instance.link
         with link.lock:
             return not link.has_open
 

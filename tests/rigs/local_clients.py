@@ -34,7 +34,7 @@ class Guest:
 
     def hello(self) -> Guest:
         """Become a local client."""
-        self.tell(m.Hello(frames.VERSION))
+        self.send(m.Hello(frames.VERSION))
         while True:
             match self.next():
                 case m.Welcome(number, token):
@@ -44,15 +44,15 @@ class Guest:
                 case HealthChanged():
                     return self
 
-    def tell(self, message: Any, *fds: int) -> None:
+    def send(self, message: Any, *fds: int) -> None:
         socket.send_fds(self.listener, [frames.pack([message])], fds)
 
     def next(self) -> Any:
         (message,) = frames.unpack(self.listener.recv(1 << 20))
         return message
 
-    def ask(self, message: Any, *fds: int) -> Any:
-        self.tell(message, *fds)
+    def request(self, message: Any, *fds: int) -> Any:
+        self.send(message, *fds)
         return self.next()
 
     def link(self, model: str, identity: str = "") -> Dealer:

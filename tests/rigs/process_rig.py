@@ -50,11 +50,11 @@ def plan(version: str = "1") -> VersionSpec:
     return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG))
 
 
-class ToldProcesses:
+class RecordedProcesses:
     """The processes of a server with one gateway; messages to it and to workers are recorded."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.published: list[Any] = []
         self.workers: list[Any] = []
 
     def pids(self, *roles: str) -> list[int]:
@@ -64,12 +64,12 @@ class ToldProcesses:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Record a message to the workers or to the gateway."""
         (role,) = roles
-        {"worker": self.workers, "gateway": self.told}[role].append(message)
+        {"worker": self.workers, "gateway": self.published}[role].append(message)
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         """Record a message to the gateway, which acknowledges it at once."""
         assert roles == ("gateway",)
-        self.told.append(make(1))
+        self.published.append(make(1))
 
 
 class Made(Child):

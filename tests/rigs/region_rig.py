@@ -8,7 +8,7 @@ from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.process_rig import RecordedProcesses
 
 
 def policy(**limits: Any) -> ShmPolicy:
@@ -17,7 +17,7 @@ def policy(**limits: Any) -> ShmPolicy:
     return replace(large, **limits)
 
 
-class RegionOffice(ToldProcesses):
+class RegionOffice(RecordedProcesses):
     """A registry, and the gateway and workers that it reaches."""
 
     def __init__(self, limits: ShmPolicy | None = None, handles: HandleCheck | None = None) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 
 import shmserve.client
-from tests.support.load import AskThroughMemory, ask_simple
+from tests.support.load import InferInMemory, infer_simple
 from tests.support.wire.grpc_calls import is_right, simple_request
 from tests.support.wire.raw_http import Http
 
@@ -62,7 +62,7 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
     """One connection; as every client of HTTP has to, it asks again on a new one where one that it
     has used was closed. A region is registered once."""
     connection = Http(port, _PATIENCE_S)
-    through = AskThroughMemory(connection) if shared else ask_simple
+    through = InferInMemory(connection) if shared else infer_simple
 
     def ask(number: int) -> str:
         return retried(lambda: through(connection, number))
@@ -70,7 +70,7 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
     try:
         yield ask
     finally:
-        if isinstance(through, AskThroughMemory):
+        if isinstance(through, InferInMemory):
             through.close(connection)
 
 
@@ -81,7 +81,7 @@ def registering(port: int) -> Iterator[Ask]:
 
     def ask(number: int) -> str:
         one, other = connections[number % 2], connections[1 - number % 2]
-        through = retried(lambda: AskThroughMemory(one, 64))
+        through = retried(lambda: InferInMemory(one, 64))
         said = retried(lambda: through(other, number)) or retried(lambda: through(one, number))
         retried(lambda: through.close(other))
         return said

@@ -281,7 +281,7 @@ def response_in_arena(pid: int, *offsets: int) -> Packed:
     return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
 
 
-def work_in_place() -> Packed:
+def in_place_work() -> Packed:
     """A request whose output goes over its input."""
     memory_range = Range(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
     tensor = TensorRef("INPUT0", "INT8", (64,), memory_range)

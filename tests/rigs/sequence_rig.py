@@ -28,10 +28,12 @@ class SequenceRig(Rig):
         sequences = {strategy: given or {}, **options}
         super().__init__(None, rows, decoupled=decoupled, sequences=sequences, **server)
         self.peers = [self.start(index, 100 + index) for index in range(instances)]
-        self._told: dict[int, list[Any]] = {}
+        self._batches: dict[int, list[Any]] = {}
         self._running: dict[bytes, m.Execute] = {}
 
-    def ask(self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any) -> int:
+    def request(
+        self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any
+    ) -> int:
         """Submit a request of a sequence; its number."""
         kind = "correlation_text" if isinstance(sequence, str) else "correlation_id"
         given: dict[str, Any] = {kind: sequence, "flags": flags, **fields}
@@ -42,13 +44,13 @@ class SequenceRig(Rig):
         """What each instance was given since the last time: the sequence of each row, None in a
         null row."""
         self._take()
-        told, self._told = self._told, {}
+        told, self._batches = self._batches, {}
         return told
 
     def _take(self) -> None:
         for peer, batch in self.executes():
             self._running[peer] = batch
-            self._told[self.peers.index(peer)] = [named(row) for row in batch.rows]
+            self._batches[self.peers.index(peer)] = [named(row) for row in batch.rows]
 
     def runs(self, index: int = 0) -> bool:
         """Whether an instance has a batch."""

@@ -26,50 +26,50 @@ class Manager:
         self._sock = sock
         self.address = address
         self.kept: dict[str, list[int]] = {}
-        self._heard: queue.Queue[str] = queue.Queue()
+        self._received: queue.Queue[str] = queue.Queue()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
-    def hear(self, text: str) -> list[str]:
+    def receive(self, text: str) -> list[str]:
         """What it hears up to what has this text."""
-        heard = [self._heard.get(timeout=60)]
+        heard = [self._received.get(timeout=60)]
         while text not in heard[-1]:
-            heard.append(self._heard.get(timeout=60))
+            heard.append(self._received.get(timeout=60))
         return heard
 
-    def hear_all(self) -> list[str]:
+    def receive_all(self) -> list[str]:
         """What it was told up to now, perhaps by who has ended."""
-        self._tell(_OWN)
-        return self.hear(_OWN)[:-1]
+        self._send(_OWN)
+        return self.receive(_OWN)[:-1]
 
-    def _tell(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(text.encode(), self.address)
 
     def _read(self) -> None:
-        while (heard := self._hear()) != _ENDS:
-            self._heard.put(heard)
+        while (heard := self._receive()) != _ENDS:
+            self._received.put(heard)
 
-    def _hear(self) -> str:
+    def _receive(self) -> str:
         data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
         said = dict(line.split("=", 1) for line in data.decode().split("\n"))
         if "FDSTORE" in said:
             assert said["FDPOLL"] == "0"
             self.kept[said["FDNAME"]] = fds
         elif "FDSTOREREMOVE" in said:
-            self._drop(said["FDNAME"])
+            self._release(said["FDNAME"])
         return data.decode()
 
-    def _drop(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         for fd in self.kept.pop(name):
             os.close(fd)
 
     def close(self) -> None:
         """Read no more, and keep nothing."""
-        self._tell(_ENDS)
+        self._send(_ENDS)
         self._thread.join()
         for name in list(self.kept):
-            self._drop(name)
+            self._release(name)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ class Streams:
 
     def __init__(self, rig: Rig, x: str = "X", y: str = "Y", rows: bool = False) -> None:
         self.rig = rig
-        self.seen: list[Any] = []
+        self.messages: list[Any] = []
         self._x = x
         self._y = y
         self._rows = rows  # whether inputs have a batch dimension
@@ -47,8 +47,8 @@ class Streams:
         shown: list[Any] = []
 
         def done() -> bool:
-            self.seen += self.rig.said(0.05)
-            shown[:] = [each for seen in self.seen for each in self._show(seen, key)]
+            self.messages += self.rig.sent(0.05)
+            shown[:] = [each for seen in self.messages for each in self._show(seen, key)]
             return "end" in shown or (count > 0 and len(shown) >= count)
 
         until("all has come", done)
@@ -78,13 +78,13 @@ class Streams:
 
     def cancel(self, key: int) -> None:
         """Nobody waits for the request any more."""
-        self.tell(m.CancelExecution(key))
+        self.send(m.CancelExecution(key))
 
     def credit(self, key: int, responses: int) -> None:
         """The client of the request takes so many more."""
-        self.tell(m.CreditExecution(key, responses))
+        self.send(m.CreditExecution(key, responses))
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """As the scheduler."""
         self.rig.scheduler.post(self.rig._peer, message)
         self.rig.scheduler.flush()

@@ -16,7 +16,7 @@ import numpy as np
 from tests.rigs import pipelines
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
-from tests.support.load import ask_simple
+from tests.support.load import infer_simple
 from tests.support.sequence_models import controls, instances
 from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, json_input
@@ -45,7 +45,7 @@ def add_models(repository: Path, *, generative: bool = False) -> None:
 
 
 def _simple(http: Http, number: int) -> None:
-    ask_simple(http, number)
+    infer_simple(http, number)
 
 
 def _cached(http: Http, number: int) -> None:

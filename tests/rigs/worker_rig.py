@@ -191,7 +191,7 @@ class Rig:
         return self
 
     def batch(self, *requests: Inference, pid: int = CLIENT_PID, **said: Any) -> list[Reply]:
-        """Run a batch of requests of which this is `said`; the replies in their order."""
+        """Run a batch of requests of which this is `sent`; the replies in their order."""
         return self.raw_batch([pack_inference(request) for request in requests], pid, **said)
 
     def raw_batch(
@@ -214,24 +214,24 @@ class Rig:
         self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
-    def said(self, timeout_s: float = 5.0) -> list[Any]:
+    def sent(self, timeout_s: float = 5.0) -> list[Any]:
         """What the worker has told its scheduler; waits for a first message."""
         return [message for _, message in arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
         """Have the scheduler cancel a request, and wait until the worker could know."""
-        self._tell(CancelExecution(key))
+        self._send(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
         """Have the scheduler pass on a release, of what readers were told of until now."""
         self.context.output_memory.delivered()
-        self._tell(ReleaseOutputs(pid, offsets, self.context.output_memory.id))
+        self._send(ReleaseOutputs(pid, offsets, self.context.output_memory.id))
 
     def credit(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""
-        self._tell(CreditExecution(key, responses))
+        self._send(CreditExecution(key, responses))
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         self.scheduler.post(self._peer, message)
         self.scheduler.flush()
         assert self._dealer is not None and self._dealer.wait(5.0)

@@ -64,10 +64,10 @@ class Visit:
         self._connection = connection
         self._connection.settimeout(_PATIENCE_S)
         with connection.makefile("rb") as stream:
-            self.told: dict[str, Any] = json.loads(stream.readline())
-        self.batch: list[Any] = self.told["batch"]
-        self.rows: list[int] = self.told["rows"]
-        self.pid: int = self.told["pid"]
+            self.message: dict[str, Any] = json.loads(stream.readline())
+        self.batch: list[Any] = self.message["batch"]
+        self.rows: list[int] = self.message["rows"]
+        self.pid: int = self.message["pid"]
 
     def release(self, word: bytes = b"\n") -> None:
         """Continue the execution."""
@@ -112,7 +112,7 @@ class Gate:
             visit.release()
         self._visits.clear()
 
-    def let_through(self, for_s: float) -> None:
+    def release_arrivals(self, for_s: float) -> None:
         """Continue all executions that `next` has returned, and one that arrives within `for_s`."""
         self.release_all()
         with contextlib.suppress(OSError):

@@ -4,31 +4,31 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from tests.support.crowd import Crowd
+from tests.support.request_pool import RequestPool
 from tests.support.servers import Server
 
 
 class Queue:
     """A model whose only instance is held at the gate by request 0: what comes queues up."""
 
-    def __init__(self, server: Server, people: Crowd, model: str) -> None:
-        self.server, self.people, self.model = server, people, model
-        self.first = people.number(model, 0)
+    def __init__(self, server: Server, pool: RequestPool, model: str) -> None:
+        self.server, self.pool, self.model = server, pool, model
+        self.first = pool.number(model, 0)
         self.holder = server.gate.next()
         self.waiting = 0
 
     def add(self, value: int, rows: int = 1, columns: int = 1, **parameters: Any) -> None:
         """One more request, and wait until it is in the queue: the order is the test's."""
-        self.people.number(self.model, value, rows, columns, **parameters)
-        self.came()
+        self.pool.number(self.model, value, rows, columns, **parameters)
+        self.wait_queued()
 
-    def ask(self, asking: Callable[[], Any]) -> Future[Any]:
+    def call(self, asking: Callable[[], Any]) -> Future[Any]:
         """The same for a request that is sent in any other way."""
-        asked = self.people.call(asking)
-        self.came()
+        asked = self.pool.call(asking)
+        self.wait_queued()
         return asked
 
-    def came(self) -> None:
+    def wait_queued(self) -> None:
         """Wait until one more request is in the queue."""
         self.waiting += 1
         self.server.wait_pending(self.model, self.waiting)

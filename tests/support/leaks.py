@@ -100,22 +100,31 @@ def descriptors(pid: int) -> Counter[str]:
     return found
 
 
-def made_since(before: set[str]) -> set[str]:
+def created_since(before: set[str]) -> set[str]:
     """The objects in /dev/shm that were not there before, but for those of tests: several runs of
     these may go on at once."""
     return {name for name in set(os.listdir(_SHM)) - before if not name.startswith("test-")}
 
 
 def _in_foreign_use(name: str) -> bool:
-    """Whether a process that is not ours has this object: then it is not our leak."""
-    if (other := _TEST_OBJECT.match(name)) and int(other[1]) != os.getpid():
+    """Return whether a process of another run of the tests, or of another program, maps an object.
+
+    Mappings are compared by device and inode: the C library creates a semaphore under a temporary
+    name, which is the name that the mapping of its creator shows.
+    """
+    if (match := _TEST_OBJECT.match(name)) and int(match[1]) != os.getpid():
         return True
-    path = f"{_SHM / name}\n"
+    try:
+        status = (_SHM / name).stat()
+    except FileNotFoundError:
+        return True
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    mapping = f" {device} {status.st_ino} "
     ours = {os.getpid(), *(each.pid for each in descendants(os.getpid(), table()))}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/maps") as maps:
-                if any(line.endswith(path) for line in maps):
+                if any(mapping in line for line in maps):
                     return True
     return not (_SHM / name).exists()
 

@@ -35,7 +35,7 @@ class Answer:
     trouble: str
 
     @property
-    def lost(self) -> bool:
+    def is_disconnected(self) -> bool:
         """The connection broke, so there was no answer."""
         return self.trouble.startswith("connection")
 
@@ -44,7 +44,7 @@ class Answer:
 Ask = Callable[[Http, int], str]
 
 
-def ask_simple(http: Http, number: int) -> str:
+def infer_simple(http: Http, number: int) -> str:
     """The model "simple", JSON both ways, other values each time."""
     first = np.arange(16, dtype=np.int32).reshape(1, 16) + number
     second = np.full((1, 16), number % 97, np.int32)
@@ -60,7 +60,7 @@ def ask_simple(http: Http, number: int) -> str:
     return "" if right else f"wrong: {outputs}"
 
 
-class AskThroughMemory:
+class InferInMemory:
     """The model "identity" (FP32), in and out through one region of `count` numbers each."""
 
     def __init__(self, http: Http, count: int = 4096) -> None:
@@ -130,9 +130,9 @@ class Load:
 
     def _run(self, client: int, kind: str) -> None:
         with self._server.http(_PATIENCE_S) as connection, contextlib.ExitStack() as stack:
-            ask: Ask = ask_simple
+            ask: Ask = infer_simple
             if kind == "memory":
-                ask = through = AskThroughMemory(connection)
+                ask = through = InferInMemory(connection)
                 stack.callback(through.close, connection)
             number = 1000 * client
             while not self._stop.is_set():

@@ -213,7 +213,7 @@ class Server:
         """The processes whose title, without its prefix, starts with this."""
         return [process for process in self.tree() if title(process).startswith(start)]
 
-    def one(self, start: str) -> psutil.Process:
+    def find_one(self, start: str) -> psutil.Process:
         """The only process whose title starts with this."""
         (process,) = self.find(start)
         return process
@@ -257,11 +257,11 @@ class Server:
                 self.process.terminate()
                 status = self.wait_exit(within_s)
                 assert status == 0, f"exit status {status} after SIGTERM:\n{self.log()[-6000:]}"
-            self.assert_gone(members)
+            self.assert_exited(members)
         finally:
             self.discard(members)
 
-    def assert_gone(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
+    def assert_exited(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
         """Asserts that these processes end, and that the run directory is gone."""
         _, alive = psutil.wait_procs(members, timeout=within_s)
         alive = list(filter(runs, alive))
@@ -445,7 +445,7 @@ def stopped(process: psutil.Process) -> None:
     os.kill(process.pid, signal.SIGSTOP)
 
 
-def wait_gone(process: psutil.Process, within_s: float) -> bool:
+def wait_exited(process: psutil.Process, within_s: float) -> bool:
     """Whether a process (not necessarily a child) ends within that time."""
     try:
         descriptor = os.pidfd_open(process.pid)

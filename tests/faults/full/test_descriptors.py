@@ -101,9 +101,9 @@ def test_grpc_connections_leave_some(server: Server) -> None:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
         with crowded(server, "grpc"):
             until("all have come", lambda: settled(server))
-            gateway = server.one("gateway grpc")
+            gateway = server.find_one("gateway grpc")
             assert gateway.num_fds() < _LIMIT - 50
-            victim = server.one("scheduler simple")
+            victim = server.find_one("scheduler simple")
             victim.kill()
             wait_replaced(server, victim, "scheduler simple", _STARTED_S)
             assert is_right(call.ModelInfer(simple_request(), timeout=10))
@@ -122,14 +122,14 @@ def test_registrations_leave_some(server: Server) -> None:
             plain = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             plain.connect(str(endpoints.listener(server.run_dir)))
         for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
-            victim = server.one(title)
+            victim = server.find_one(title)
             victim.kill()
             wait_replaced(server, victim, title, _STARTED_S)
             assert_recovers(stage, time.monotonic(), _STARTED_S)
         with server.http() as another:
             for number in range(_LIMIT):
                 another.unregister(f"r{number}").ok()
-    assert [answer for answer in stage.load.troubles() if not answer.lost] == []
+    assert [answer for answer in stage.load.troubles() if not answer.is_disconnected] == []
 
 
 def settled(server: Server) -> bool:

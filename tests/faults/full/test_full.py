@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tests.faults.scene import assert_recovers, scene
-from tests.support.crowd import values
+from tests.support.request_pool import values
 from tests.support.servers import Server
 from tests.support.wire.raw_http import Reply
 
@@ -17,14 +17,14 @@ from tests.support.wire.raw_http import Reply
 def test_the_queue_is_full(serve: Callable[..., Server]) -> None:
     narrow = serve("--max-queue-size=4")
     with scene(narrow) as stage:
-        first = stage.people.number("gated", 0)
+        first = stage.pool.number("gated", 0)
         holder = narrow.gate.next()
         waiting: list[Future[Reply]] = []
         for value in range(1, 5):
-            waiting.append(stage.people.number("gated", value))
+            waiting.append(stage.pool.number("gated", value))
             narrow.wait_pending("gated", value)
         for _ in range(10):
-            refused = stage.people.number("gated", 9).result()
+            refused = stage.pool.number("gated", 9).result()
             assert refused.status == 503
             assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
             assert int(refused.headers["Retry-After"]) >= 1
@@ -52,7 +52,7 @@ def test_the_memory_for_tensors_is_full(serve: Callable[..., Server]) -> None:
         inputs = [("INPUT0", "FP32", [len(large)], large.tobytes())]
         outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
         asked = [
-            stage.people.do(lambda http: http.infer_binary("identity", inputs, outputs=outputs))
+            stage.pool.send(lambda http: http.infer_binary("identity", inputs, outputs=outputs))
             for _ in range(8)
         ]
         replies = [answer.result() for answer in asked]

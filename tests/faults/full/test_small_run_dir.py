@@ -62,7 +62,7 @@ def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
         server.wait_ready()
         inside = Path(f"/proc/{server.pid}/root{folder}")
         full = list(fill(inside))
-        server.one("scheduler identity").kill()
+        server.find_one("scheduler identity").kill()
         server.wait_log("cannot start: no socket can be made in the run directory: No space left")
         assert not server.answers("/v2/models/identity/ready")
         with server.http() as http:

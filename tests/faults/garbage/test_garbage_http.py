@@ -230,7 +230,7 @@ def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None
     longest = []  # of the waits, as a part of the whole
     with scene(server, ARENA_BYTES) as stage, server.http() as another:
         for _ in range(3):  # the machine stands still for a moment, too, but not each time
-            asked = stage.people.infer("identity", body)
+            asked = stage.pool.infer("identity", body)
             waits = []
             while not asked.done():
                 began = time.monotonic()

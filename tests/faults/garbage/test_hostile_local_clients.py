@@ -376,7 +376,7 @@ def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     with memfd(2 * size) as fd:
         memory = unpack_memory(
-            local_client.ask(ShareMemory(1, 2 * size, False), fd).payload["memory"]
+            local_client.request(ShareMemory(1, 2 * size, False), fd).payload["memory"]
         )
         tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(memory, 0, size))
         output = RequestedOutput("OUTPUT0", Range(memory, size, size))
@@ -394,7 +394,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
             memory = unpack_memory(
-                local_client.ask(ShareMemory(number, 4096, False), fd).payload["memory"]
+                local_client.request(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
             memory_range = Range(memory, 0, 16)
@@ -413,14 +413,14 @@ def many_memories(local_client: Guest, stage: Scene) -> None:
     refused = None
     with memfd(4096) as fd:
         for number in range(5000):
-            reply = local_client.ask(ShareMemory(number, 4096, False), fd)
+            reply = local_client.request(ShareMemory(number, 4096, False), fd)
             if isinstance(reply, Refused):
                 refused = reply
                 break
     assert refused is not None and "at most" in refused.message
     for number in (0, -1, 7, 2**63):
         with contextlib.suppress(OSError):
-            local_client.tell(WithdrawMemory(number))
+            local_client.send(WithdrawMemory(number))
     assert_recovers(stage, time.monotonic())
 
 
@@ -430,8 +430,8 @@ def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
         for count in (0, 2, 4, 5, 50, 250):
             other = Guest(stage.server).hello()
             with contextlib.closing(other), contextlib.suppress(OSError):
-                other.tell(ShareMemory(1, 1, False), *[fd] * count)
-                other.tell(Acknowledged(1), *[fd] * count)
+                other.send(ShareMemory(1, 1, False), *[fd] * count)
+                other.send(Acknowledged(1), *[fd] * count)
                 socket.send_fds(other.listener, [b"\xff" * 10], [fd] * count)
 
 

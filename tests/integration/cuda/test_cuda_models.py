@@ -307,7 +307,7 @@ def test_a_device_that_fails_costs_one_worker(
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())
         client.infer("fragile", region)
-        old = server.one("worker fragile")
+        old = server.find_one("worker fragile")
         with pytest.raises(shmserve.client.Internal, match="worker died while running"):
             client.infer("fragile", x=np.full((1, SIDE), 2, np.float32))
         client.infer("twice", region)

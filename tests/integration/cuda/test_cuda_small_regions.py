@@ -152,7 +152,7 @@ def test_memory_that_is_freed_and_allocated_again(
     handle: whoever registers the new one gets the new one, and no worker dies of the old."""
     assert exporter.stdout and exporter.stdin
     mine = shm.create_shared_memory_region("mine", 4096, 0)
-    before = server.one("worker gpu")
+    before = server.find_one("worker gpu")
     try:
         client.register_cuda_shared_memory("mine", shm.get_raw_handle(mine), 0, 4096)
         for value in range(3, 13):
@@ -166,7 +166,7 @@ def test_memory_that_is_freed_and_allocated_again(
         for value in range(3, 12):  # all freed: any answer but the death of a worker
             with contextlib.suppress(InferenceServerException):
                 infer(client, "gpu", f"t{value}", "mine")
-        assert server.one("worker gpu") == before
+        assert server.find_one("worker gpu") == before
     finally:
         client.unregister_cuda_shared_memory()
         shm.destroy_shared_memory_region(mine)
@@ -178,7 +178,7 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
     region = shm.create_shared_memory_region("r", 4096, 0)
     shm.set_shared_memory_region(region, [np.full(1024, 5, np.int32)])
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 4096)
-    old = server.one("worker host")
+    old = server.find_one("worker host")
     old.kill()
     until(
         "there is another worker",
@@ -193,7 +193,7 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
         except torch.OutOfMemoryError:
             size //= 2
     try:
-        new = server.one("worker host")
+        new = server.find_one("worker host")
         with pytest.raises(InferenceServerException) as caught:
             infer(client, "host", "r", "r", at=64)
         assert caught.value.status() == "503"
@@ -203,7 +203,7 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
         infer(client, "host", "r", "r", at=64)
         found = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
         assert (found == 6).all()
-        assert server.one("worker host") == new, "the worker died of it"
+        assert server.find_one("worker host") == new, "the worker died of it"
     finally:
         hogs.clear()
         torch.cuda.empty_cache()

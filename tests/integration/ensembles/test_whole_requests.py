@@ -16,7 +16,7 @@ import pytest
 from tests.integration.ensembles.clients import floats, stream
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 from tests.support import repositories
-from tests.support.crowd import Crowd, values
+from tests.support.request_pool import RequestPool, values
 from tests.support.servers import Server, Start
 from tests.support.texts import Beginning
 from tests.support.waiting import until
@@ -152,11 +152,11 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
 # --- time and cancellation ------------------------------------------------------------------------
 
 
-def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, people: Crowd) -> None:
+def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestPool) -> None:
     """The client is told at once, and the step's model never sees the request."""
-    first = people.number("waits", 1)
+    first = pool.number("waits", 1)
     visit = server.gate.next()
-    late = people.number("waits", 2, deadline_us=300_000).result()
+    late = pool.number("waits", 2, deadline_us=300_000).result()
     assert (late.status, late.error) == (
         503,
         _EXPIRED,
@@ -166,9 +166,9 @@ def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, people: Crowd)
     assert server.gate.is_idle()
 
 
-def test_a_timeout_expires_while_a_step_runs(server: Server, people: Crowd) -> None:
+def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) -> None:
     """Its client is told at once; what the step returns then is nobody's."""
-    late = people.number("waits", 1, deadline_us=1_000_000)
+    late = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
     told = late.result()
     assert (told.status, told.error) == (
@@ -176,7 +176,7 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, people: Crowd) -> N
         _EXPIRED,
     )
     visit.release()
-    after = people.number("waits", 2)
+    after = pool.number("waits", 2)
     server.gate.next().release()
     assert values(after.result()) == [2]
 

@@ -38,7 +38,7 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
             for choice in event.choices:
                 texts[choice.index] += choice.text
             if kill and memory_range == 8:
-                server.one(kill).kill()
+                server.find_one(kill).kill()
     return texts
 
 
@@ -79,7 +79,7 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
                 columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
                 found[choice.index] += zip(*columns, strict=True)
             if kill and memory_range == 8:
-                server.one("worker tiny").kill()
+                server.find_one("worker tiny").kill()
     return found
 
 
@@ -106,7 +106,7 @@ def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(whole, server, max_tokens=300)
         until("it runs", lambda: running_now(server) == 1, within_s=10)
-        server.one("scheduler tiny").kill()
+        server.find_one("scheduler tiny").kill()
         assert other.result() == [text]
 
 

@@ -105,7 +105,7 @@ def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = 
             arguments += call.function.arguments or ""
         reason = choice.finish_reason or reason
         if kill is not None and memory_range == 20:
-            kill.one(f"worker {body['model']}").kill()
+            kill.find_one(f"worker {body['model']}").kill()
     return [content, reasoning, arguments, reason]
 
 

@@ -431,7 +431,7 @@ def test_an_unknown_method_is_unimplemented(server: Server) -> None:
 
 
 def test_the_gateway_is_started_again(server: Server) -> None:
-    old = server.one("gateway grpc")
+    old = server.find_one("gateway grpc")
     old.kill()
     deadline = time.monotonic() + 20
     with connected(server.grpc_port) as client:
@@ -441,4 +441,4 @@ def test_the_gateway_is_started_again(server: Server) -> None:
                     break
             assert time.monotonic() < deadline
         assert (client.infer("identity", row()).as_numpy("OUTPUT0") == VALUES).all()
-    assert server.one("gateway grpc").pid != old.pid
+    assert server.find_one("gateway grpc").pid != old.pid

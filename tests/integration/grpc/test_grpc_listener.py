@@ -268,7 +268,7 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
 
     def spoiled(server: Server, spoil: Callable[[], object], text: str) -> None:
         spoil()
-        server.one("gateway grpc").kill()
+        server.find_one("gateway grpc").kill()
         server.wait_log(f"cannot start: {text}")
         install("client")
         server.wait_listening()

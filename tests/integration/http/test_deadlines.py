@@ -12,7 +12,7 @@ import pytest
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd, values
+from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
@@ -30,26 +30,26 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_timeout_holds_while_executing(server: Server, people: Crowd, model: str) -> None:
+def test_a_timeout_holds_while_executing(server: Server, pool: RequestPool, model: str) -> None:
     began = time.monotonic()
-    late = people.number(model, 1, deadline_us=1_000_000)  # it is to begin within that
+    late = pool.number(model, 1, deadline_us=1_000_000)  # it is to begin within that
     visit = server.gate.next()
     reply = late.result()
     assert 1 <= time.monotonic() - began < 3
     assert reply.status == 503
     assert reply.error.endswith(_FROM_REQUEST)
     visit.release()
-    after = people.number(model, 2)
+    after = pool.number(model, 2)
     server.gate.next().release()
     assert values(after.result()) == [2]
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_timeout_holds_in_the_queue(server: Server, people: Crowd, model: str) -> None:
-    first = people.number(model, 1)
+def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: str) -> None:
+    first = pool.number(model, 1)
     visit = server.gate.next()
     began = time.monotonic()
-    late = people.number(model, 2, deadline_us=150_000)
+    late = pool.number(model, 2, deadline_us=150_000)
     reply = late.result()
     assert 0.15 <= time.monotonic() - began < 2
     assert reply.status == 503
@@ -60,23 +60,25 @@ def test_a_timeout_holds_in_the_queue(server: Server, people: Crowd, model: str)
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_the_timeout_of_triton_is_no_deadline(server: Server, people: Crowd, model: str) -> None:
-    answer = people.number(model, 1, timeout=30)  # as of clients that mean seconds
+def test_the_timeout_of_triton_is_no_deadline(
+    server: Server, pool: RequestPool, model: str
+) -> None:
+    answer = pool.number(model, 1, timeout=30)  # as of clients that mean seconds
     server.gate.next().release()
     assert values(answer.result()) == [1]
 
 
-def test_a_timeout_that_is_not_reached(server: Server, people: Crowd) -> None:
-    answer = people.number("plain", 1, deadline_us=20_000_000)
+def test_a_timeout_that_is_not_reached(server: Server, pool: RequestPool) -> None:
+    answer = pool.number("plain", 1, deadline_us=20_000_000)
     server.gate.next().release()
     assert values(answer.result()) == [1]
 
 
-def test_a_late_batch_mate_does_not_touch_the_others(server: Server, people: Crowd) -> None:
-    first = people.number("batching", 1)
+def test_a_late_batch_mate_does_not_touch_the_others(server: Server, pool: RequestPool) -> None:
+    first = pool.number("batching", 1)
     holder = server.gate.next()
-    late = people.number("batching", 2, deadline_us=1_500_000)
-    good = people.number("batching", 3)
+    late = pool.number("batching", 2, deadline_us=1_500_000)
+    good = pool.number("batching", 3)
     server.wait_pending("batching", 2)
     holder.release()
     visit = server.gate.next()
@@ -98,13 +100,13 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_client_that_leaves_the_queue(server: Server, people: Crowd, model: str) -> None:
-    first = people.number(model, 1)
+def test_a_client_that_leaves_the_queue(server: Server, pool: RequestPool, model: str) -> None:
+    first = pool.number(model, 1)
     visit = server.gate.next()
     leaving = hang_up_after(server, model, 2)
     next(leaving)
     server.wait_pending(model, 1)
-    staying = people.number(model, 3)
+    staying = pool.number(model, 3)
     server.wait_pending(model, 2)
     leaving.close()
     server.wait_pending(model, 1)
@@ -120,12 +122,12 @@ def test_a_client_that_leaves_the_queue(server: Server, people: Crowd, model: st
     )
 
 
-def test_a_client_that_leaves_while_executing(server: Server, people: Crowd) -> None:
+def test_a_client_that_leaves_while_executing(server: Server, pool: RequestPool) -> None:
     leaving = hang_up_after(server, "batching", 1)
     next(leaving)
     visit = server.gate.next()
     leaving.close()
-    after = people.number("batching", 2)
+    after = pool.number("batching", 2)
     server.wait_pending("batching", 1)
     visit.release()
     other = server.gate.next()
@@ -137,9 +139,9 @@ def test_a_client_that_leaves_while_executing(server: Server, people: Crowd) -> 
 def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "gated")
     server = serve(repository, "--request-timeout-us=1500000", "--request-timeout-is-deadline=true")
-    with crowd(server) as people:
+    with request_pool(server) as pool:
         began = time.monotonic()
-        late = people.number("gated", 1)
+        late = pool.number("gated", 1)
         visit = server.gate.next()
         assert late.result().status == 503
         assert 1.5 <= time.monotonic() - began < 5
@@ -148,8 +150,8 @@ def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]
             with pytest.raises(shmserve.client.Unavailable, match="Request timeout expired"):
                 local_client.infer("gated", INPUT0=np.zeros((1, 4), np.int32), timeout=10)
             assert 1.5 <= time.monotonic() - began < 5
-        later = people.number("gated", 2)
-        sooner = people.number("gated", 3, timeout=50_000).result()
+        later = pool.number("gated", 2)
+        sooner = pool.number("gated", 3, timeout=50_000).result()
         assert sooner.status == 503
         assert "(50000 microseconds, from the request's parameter 'timeout')" in sooner.error
         assert not later.done()

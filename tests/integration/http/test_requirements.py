@@ -317,7 +317,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
 
         ask()
         for title in ("gateway http 0", "scheduler constant", "worker constant.0"):
-            server.one(title).kill()
+            server.find_one(title).kill()
         server.wait_ready()
         ask()
         secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)

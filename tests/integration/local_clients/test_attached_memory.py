@@ -174,7 +174,7 @@ def test_memory_that_others_may_truncate_is_copied(
     path.chmod(0o666)
     with contextlib.closing(Guest(hosted)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
         os.posix_fallocate(file.fileno(), 0, BOTH)
-        answered = guest.hello().ask(ShareMemory(1, BOTH, False), file.fileno())
+        answered = guest.hello().request(ShareMemory(1, BOTH, False), file.fileno())
         memory = unpack_memory(answered.payload["memory"])
         assert memory.copied and not memory.sealed
     with server.attach(shared, SPECS) as region:

@@ -5,8 +5,8 @@ configuration.
 import numpy as np
 import pytest
 
-from tests.support.crowd import crowd
 from tests.support.pages import GUIDE, blocks
+from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
@@ -83,12 +83,12 @@ def test_predict(http: Http) -> None:
 
 
 def test_whole_batches(server: Server) -> None:
-    with crowd(server, 16) as people:
+    with request_pool(server, 16) as pool:
         answers = []
         for number in range(64):
             x = np.full((1 + number % 2, 4), number, np.float32)
             answers.append(
-                people.infer("scale", {"inputs": [json_input("x", x), json_input("shift", x)]})
+                pool.infer("scale", {"inputs": [json_input("x", x), json_input("shift", x)]})
             )
         for number, answer in enumerate(answers):
             assert (answer.result().tensors()["output"] == 3 * number).all()

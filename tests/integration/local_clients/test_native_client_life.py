@@ -79,7 +79,7 @@ def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Se
 def test_a_future_ends_in_time_though_nobody_answers(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    scheduler = gated.one("scheduler simple")
+    scheduler = gated.find_one("scheduler simple")
     assert client.infer("simple", INPUT0=A, INPUT1=A)
     scheduler.suspend()
     try:
@@ -547,7 +547,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
 ) -> None:
     futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
     gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
-    gated.one("scheduler gated").send_signal(signal.SIGKILL)
+    gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
     while not all(future.done() for future in futures):
         try:
             gated.gate.next(0.2).release()
@@ -564,7 +564,7 @@ def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
         x = region["INPUT0"]
         future = client.infer_async("gated", {"INPUT0": x}, outputs={"OUTPUT0": x})
         running = gated.gate.next()
-        gated.one("scheduler gated").send_signal(signal.SIGKILL)
+        gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
         error = future.exception(20)
         assert isinstance(error, shmserve.client.Unavailable)
         assert "may be changed" in str(error)
@@ -625,7 +625,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
         until("the client has noticed", lambda: not client._session._connection.alive)
         with pytest.raises(shmserve.client.Disconnected):
             client.infer("rows", region)
-        first.assert_gone(members)
+        first.assert_exited(members)
         second = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4

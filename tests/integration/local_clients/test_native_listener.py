@@ -50,7 +50,7 @@ def local_client(server: Server) -> Iterator[Guest]:
 
 def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
     with memfd() as fd:
-        answered = local_client.ask(m.ShareMemory(1, 4096, False), fd)
+        answered = local_client.request(m.ShareMemory(1, 4096, False), fd)
         assert isinstance(answered, Answered)
         assert unpack_memory(answered.payload["memory"]).byte_size == 4096
     for options, size, text in (
@@ -60,12 +60,12 @@ def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
         ({}, 0, "from 1 to 4096"),
     ):
         with memfd(**options) as fd:
-            refused = local_client.ask(m.ShareMemory(2, size, False), fd)
+            refused = local_client.request(m.ShareMemory(2, size, False), fd)
         assert isinstance(refused, Refused) and text in refused.message
         assert refused.code == "INVALID_ARG"
-    assert "one descriptor" in local_client.ask(m.ShareMemory(3, 1, False)).message
+    assert "one descriptor" in local_client.request(m.ShareMemory(3, 1, False)).message
     with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
-        refused = local_client.ask(m.ShareMemory(4, 4096, False), reader.fileno())
+        refused = local_client.request(m.ShareMemory(4, 4096, False), reader.fileno())
     assert "reading and writing" in refused.message
 
 
@@ -73,7 +73,7 @@ def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
 def test_memory_of_another_user_is_refused(local_client: Guest) -> None:
     with memfd() as fd:
         os.fchown(fd, 12345, -1)
-        refused = local_client.ask(m.ShareMemory(1, 4096, False), fd)
+        refused = local_client.request(m.ShareMemory(1, 4096, False), fd)
     assert refused.code == "PERMISSION_DENIED"
     assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused.message
 
@@ -84,7 +84,7 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
     link = local_client.link("identity")
     with memfd() as fd:
         memory = unpack_memory(
-            local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+            local_client.request(m.ShareMemory(1, 4096, False), fd).payload["memory"]
         )
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
         tensor = TensorRef("INPUT0", "FP32", (4,), Range(memory, 0, 16))
@@ -107,7 +107,7 @@ def test_places_are_as_the_page_says(local_client: Guest) -> None:
     """Put together by hand from `PROTOCOL.md`, as another language does."""
     link = local_client.link("identity")
     with memfd() as fd:
-        memory = local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+        memory = local_client.request(m.ShareMemory(1, 4096, False), fd).payload["memory"]
         os.pwrite(fd, b"\2\0\0\0" * 4, 64)
         schema = msgpack.packb([[["INPUT0", "FP32", [4]]], [["OUTPUT0", 1]], {}])
         link.send(Submit(1, schema, [[memory, 64, 16], [memory, 128, 16]], 0, 0, 0, 0))
@@ -120,7 +120,7 @@ def test_places_are_as_the_page_says(local_client: Guest) -> None:
 
 
 def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
-    refused = local_client.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
+    refused = local_client.request(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
     assert isinstance(refused, Refused) and refused.id == 1
     assert cuda_devices() or "the server has no CUDA device" in refused.message
 
@@ -192,7 +192,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(local_client: Guest, serve
     before = len(list(supervisor.iterdir()))
     with memfd() as fd:
         for _ in range(20):
-            assert isinstance(local_client.ask(m.ShareMemory(1, 1, False), fd, fd), Refused)
+            assert isinstance(local_client.request(m.ShareMemory(1, 1, False), fd, fd), Refused)
     until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
 
 

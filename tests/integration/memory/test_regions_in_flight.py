@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import crowd
 from tests.support.regions import SharedObject
+from tests.support.request_pool import request_pool
 from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
@@ -31,11 +31,11 @@ def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
 
 def test_two_requests_that_write_to_one_place(server: Server) -> None:
     """Both are answered, the last one's result stands, and the log warns of it."""
-    with SharedObject(4096) as made, crowd(server) as people, server.http() as http:
+    with SharedObject(4096) as made, request_pool(server) as pool, server.http() as http:
         http.register("twice", made.key, 4096).ok()
-        first = people.infer("gated", gated(1, "twice", 0))
+        first = pool.infer("gated", gated(1, "twice", 0))
         visit = server.gate.next()
-        second = people.infer("gated", gated(2, "twice", 60))
+        second = pool.infer("gated", gated(2, "twice", 60))
         server.wait_pending("gated", 1)
         server.wait_log("overlapping parts of shared memory region 'twice'")
         visit.release()
@@ -56,17 +56,17 @@ def shared(region: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["draining", ""])
 def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str) -> None:
     """By every gateway, and requests that arrive meanwhile may use it: the last one ends it."""
-    with SharedObject(8192) as made, crowd(server) as people, server.http() as http:
+    with SharedObject(8192) as made, request_pool(server) as pool, server.http() as http:
         http.register("draining", made.key, 8192).ok()
         shown = http.regions("draining").ok().json()
-        asked = people.infer("gated", gated(1, "draining", 0))
+        asked = pool.infer("gated", gated(1, "draining", 0))
         visit = server.gate.next()
         http.unregister(name).ok()
         for _ in range(8):  # every time another connection: they are not all of one gateway
             with server.http() as other:
                 assert other.regions("draining").ok().json() == shown
                 assert other.regions().ok().json() == shown
-        later = people.infer("gated", gated(2, "draining", 64))
+        later = pool.infer("gated", gated(2, "draining", 64))
         server.wait_pending("gated", 1)
         http.unregister().ok()  # changes nothing
         visit.release()
@@ -83,7 +83,7 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
 
 def test_unregister_drains_under_load(server: Server) -> None:
     """An unregistered region goes as soon as no request uses it; what comes after that gets 404."""
-    with SharedObject(8192) as made, SharedObject(8192) as other, crowd(server, 2) as people:
+    with SharedObject(8192) as made, SharedObject(8192) as other, request_pool(server, 2) as pool:
         made.write(np.arange(1024, dtype=np.float32))
 
         def ask_until_refused(http: Http) -> Any:
@@ -93,7 +93,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
 
         with server.http() as http:
             http.register("busy", made.key, 8192).ok()
-            asked = [people.do(ask_until_refused) for _ in range(2)]
+            asked = [pool.send(ask_until_refused) for _ in range(2)]
             until("they ask", lambda: server.metric("nv_inference_count", model="identity") > 20)
             http.unregister("busy").ok()
             for answer in asked:
@@ -107,9 +107,9 @@ def test_unregister_drains_under_load(server: Server) -> None:
 
 def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
     """After it is unregistered and nobody uses it, no process of the server holds the object."""
-    with SharedObject(4096) as made, crowd(server) as people, server.http() as http:
+    with SharedObject(4096) as made, request_pool(server) as pool, server.http() as http:
         http.register("held", made.key, 4096).ok()
-        asked = people.infer("gated", gated(1, "held", 0))
+        asked = pool.infer("gated", gated(1, "held", 0))
         visit = server.gate.next()
         http.unregister("held").ok()
         assert holders(server, made.name)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import crowd
-from tests.support.leaks import made_since, server_descriptors
+from tests.support.leaks import created_since, server_descriptors
 from tests.support.regions import SharedObject
+from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, running
 from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
 from tests.support.waiting import until
@@ -216,7 +216,7 @@ def maps(worker: psutil.Process) -> str:
 def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
     """R9: inputs and outputs of untrusted users go through system calls; ours are mapped."""
     alice = User(server, folder, "unix", ALICE)
-    worker = server.one("worker identity.0")
+    worker = server.find_one("worker identity.0")
     with alice.object() as hers, SharedObject(2 * SIZE) as ours:
         alice.register("hers", hers).ok()
         http.register("ours", ours.key, 2 * SIZE).ok()
@@ -233,7 +233,7 @@ def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, 
         request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 3], "hers", size)]}
         found = alice.ask(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
         assert found == words
-        assert hers.name not in maps(server.one("worker text.0"))
+        assert hers.name not in maps(server.find_one("worker text.0"))
         alice.ask(lambda http: http.unregister()).ok()
 
 
@@ -365,7 +365,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         assert (status, answers[status, text]) == (400, 10_000)
         assert f"at most {MOST} shared memory regions can be registered".encode() in text
         until("descriptors are what they were", lambda: server_descriptors(server) == before)
-        assert not made_since(objects)
+        assert not created_since(objects)
         assert len(http.regions().json()) == MOST
         http.unregister().ok()
         http.register("again", made.key, SIZE).ok()
@@ -374,7 +374,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
 def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
     """Row 18: the second writer to a place gets the error, also under another name of the object;
     the first is answered right."""
-    with SharedObject(4096) as made, crowd(server) as people:
+    with SharedObject(4096) as made, request_pool(server) as pool:
         http.register("a", made.key, 4096).ok()
         http.register("b", made.key, 2048, 1024).ok()
 
@@ -383,7 +383,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
             return {"inputs": inputs, "outputs": outputs}
 
-        first = people.infer("gated", request("a", 1024))
+        first = pool.infer("gated", request("a", 1024))
         visit = server.gate.next()
         for region, offset in (("a", 1024), ("a", 1087), ("a", 961), ("b", 0), ("b", 63)):
             refused = http.infer("gated", request(region, offset, 9))
@@ -391,7 +391,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             assert refused.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
-        fine = [people.infer("gated", request("a", at)) for at in (960, 1088)]
+        fine = [pool.infer("gated", request("a", at)) for at in (960, 1088)]
         server.wait_pending("gated", 2)
         visit.release()
         for _ in fine:

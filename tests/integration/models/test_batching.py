@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd, values
 from tests.support.held_queue import Queue
+from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server
 from tests.support.texts import EXPIRED
 
@@ -49,8 +49,8 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 @pytest.fixture
 def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
     """Hold a model: `queue("eager")`."""
-    with crowd(server) as people:
-        yield lambda model: Queue(server, people, model)
+    with request_pool(server) as pool:
+        yield lambda model: Queue(server, pool, model)
 
 
 def test_without_a_batching_block_one_request_is_one_execution(
@@ -95,11 +95,11 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
 ) -> None:
     """Beside "preferred", which would wait half a minute for more than three requests."""
     held = queue("plain")
-    people = held.people
-    answers = [people.number("preferred", value) for value in range(1, 4)]
+    pool = held.pool
+    answers = [pool.number("preferred", value) for value in range(1, 4)]
     server.wait_pending("preferred", 3)
     assert server.gate.is_idle()
-    answers.append(people.number("preferred", 4))
+    answers.append(pool.number("preferred", 4))
     visit = server.gate.next()
     assert sorted(visit.batch) == [1, 2, 3, 4]
     visit.release()
@@ -107,9 +107,9 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     held.holder.release()
 
 
-def test_the_delay_gathers(server: Server, people: Crowd) -> None:
+def test_the_delay_gathers(server: Server, pool: RequestPool) -> None:
     began = time.monotonic()
-    answers = [people.number("patient", value) for value in (1, 2, 3)]
+    answers = [pool.number("patient", value) for value in (1, 2, 3)]
     visit = server.gate.next()
     waited = time.monotonic() - began
     assert sorted(visit.batch) == [1, 2, 3]
@@ -119,8 +119,8 @@ def test_the_delay_gathers(server: Server, people: Crowd) -> None:
         assert values(answer.result()) == [value]
 
 
-def test_a_full_batch_does_not_wait(server: Server, people: Crowd) -> None:
-    answers = [people.number("patient", value, rows=4) for value in (1, 2)]
+def test_a_full_batch_does_not_wait(server: Server, pool: RequestPool) -> None:
+    answers = [pool.number("patient", value, rows=4) for value in (1, 2)]
     visit = server.gate.next(within_s=5)
     assert sorted(visit.batch) == [1, 2]
     visit.release()
@@ -132,7 +132,7 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
     held = queue("short")
     held.add(1)
     held.add(2)
-    refused = held.people.number("short", 3).result()
+    refused = held.pool.number("short", 3).result()
     assert refused.status == 503
     assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
     assert int(refused.headers["Retry-After"]) >= 1
@@ -143,8 +143,8 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
 def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
     held = queue("timed")
     began = time.monotonic()
-    late = held.people.number("timed", 1)
-    sooner = held.people.number("timed", 2, deadline_us=50_000)
+    late = held.pool.number("timed", 1)
+    sooner = held.pool.number("timed", 2, deadline_us=50_000)
     assert (sooner.result().status, sooner.result().error) == (503, EXPIRED)
     assert not late.done(), "the one before it has the queue's timeout"
     assert (late.result().status, late.result().error) == (503, EXPIRED)
@@ -161,18 +161,18 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
     server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
     server.gate.close()
     for model, executed in (("eager", {8: 1, 4: 1}), ("preferred", {7: 1, 4: 1, 1: 1})):
-        with crowd(server) as people, server.http() as http:
-            answers = [people.number(model, value) for value in range(12)]
+        with request_pool(server) as pool, server.http() as http:
+            answers = [pool.number(model, value) for value in range(12)]
             assert [values(reply.result()) for reply in answers] == [[value] for value in range(12)]
             (stats,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
         batches = stats["batch_stats"]
         assert {b["batch_size"]: b["compute_infer"]["count"] for b in batches} == executed
 
 
-def test_responses_keep_the_order_of_requests(server: Server, people: Crowd) -> None:
-    first = people.number("ordered", 1)
+def test_responses_keep_the_order_of_requests(server: Server, pool: RequestPool) -> None:
+    first = pool.number("ordered", 1)
     slow = server.gate.next()
-    second = people.number("ordered", 2)
+    second = pool.number("ordered", 2)
     fast = server.gate.next()
     assert (slow.batch, fast.batch) == ([1], [2])
     fast.release()
@@ -183,10 +183,10 @@ def test_responses_keep_the_order_of_requests(server: Server, people: Crowd) -> 
     assert values(second.result()) == [2]
 
 
-def test_two_instances_run_at_the_same_time(server: Server, people: Crowd) -> None:
-    answers = [people.number("two", 1)]
+def test_two_instances_run_at_the_same_time(server: Server, pool: RequestPool) -> None:
+    answers = [pool.number("two", 1)]
     one = server.gate.next()
-    answers.append(people.number("two", 2))
+    answers.append(pool.number("two", 2))
     other = server.gate.next()
     assert one.pid != other.pid
     for visit in (one, other):
@@ -200,8 +200,8 @@ def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) ->
     with server.http() as http:
         config = http.get("/v2/models/model/config").ok().json()
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == AMPLE
-    with crowd(server) as people:
-        answers = [people.number("model", value) for value in (1, 2, 3)]
+    with request_pool(server) as pool:
+        answers = [pool.number("model", value) for value in (1, 2, 3)]
         visit = server.gate.next()
         assert sorted(visit.batch) == [1, 2, 3]
         visit.release()

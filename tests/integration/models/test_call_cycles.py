@@ -139,13 +139,13 @@ def test_a_recursion_fails_only_where_it_cannot_go_on(cycles: Server) -> None:
     with cycles.http(timeout_s=5) as http:
         assert [ask(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
         assert ask(http, "streams").status == 200
-    with ThreadPoolExecutor(6) as people:
+    with ThreadPoolExecutor(6) as pool:
 
         def one(_: int) -> int:
             with cycles.http(timeout_s=10) as http:
                 return ask(http, "deep", 1).status
 
-        assert set(people.map(one, range(24))) <= {200, 500}
+        assert set(pool.map(one, range(24))) <= {200, 500}
     with cycles.http(timeout_s=5) as http:
         assert ask(http, "deep", 2).status == 200
 

@@ -102,7 +102,7 @@ def test_an_archive_is_unpacked_once_and_removed(
         prefix = answer(http, "one")[1]
         assert answer(http, "other") == [3, prefix, f"{prefix}/bin"]
         assert [str(each) for each in copies.iterdir() if each.is_dir()] == [prefix]
-        server.one("worker other.0").kill()
+        server.find_one("worker other.0").kill()
         server.unload("one")
         assert answer(http, "other")[1] == prefix
         server.unload("other")

@@ -56,7 +56,7 @@ def test_a_model_at_every_socket(server: Server) -> None:
         http.register("kept", made.key, 4096).ok()
         assert constant(http) == 1
         before = state(http), sorted(process.pid for process in server.tree())
-        own = str(server.one("worker intruder.0").pid)
+        own = str(server.find_one("worker intruder.0").pid)
         report = intrude(server, http)
         sockets = {key.split()[0] for key in report}
         assert "control" in sockets and len(sockets) >= 8
@@ -69,7 +69,7 @@ def test_a_model_at_every_socket(server: Server) -> None:
         assert constant(http) == 1
         # Its links are still there when a place is free.
         for title in ("worker constant.0", "scheduler constant"):
-            old = server.one(title)
+            old = server.find_one(title)
             old.kill()
             until("another takes over", lambda: _is_new(server, title, old.pid))  # noqa: B023
             assert constant(http) == 1

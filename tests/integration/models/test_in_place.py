@@ -119,7 +119,7 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
     folder = add_simple(repository)
     with server.http() as http:
         http.load("simple").ok()
-        scheduler = server.one("scheduler simple").pid
+        scheduler = server.find_one("scheduler simple").pid
         (first,) = workers(server, "simple")
         with Load(server, simple=4, memory=0) as stream:
             counted = 0
@@ -139,7 +139,7 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
             wait_workers(server, "simple", 3)
             http.load("simple").ok()
             wait_workers(server, "simple", 2)
-            assert server.one("scheduler simple").pid == scheduler
+            assert server.find_one("scheduler simple").pid == scheduler
         assert not stream.troubles()
         until("all are counted", lambda: successes(http, "simple") == len(stream.answers))
 
@@ -179,7 +179,7 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
     with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
-        scheduler, before = server.one("scheduler simple").pid, workers(server, "simple")
+        scheduler, before = server.find_one("scheduler simple").pid, workers(server, "simple")
         for text, count in (("count: 0", 1), ("count: 1", 1), ("count: 3", 3), ("name: 'x'", 1)):
             group(text)
             http.load("simple").ok()
@@ -188,7 +188,7 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
         config.touch()
         http.load("simple").ok()
         assert workers(server, "simple") == before
-        assert server.one("scheduler simple").pid == scheduler
+        assert server.find_one("scheduler simple").pid == scheduler
 
 
 def test_an_instance_that_does_not_load_refuses_the_reload(explicit: Explicit) -> None:
@@ -270,7 +270,7 @@ def test_an_instance_ends_with_its_last_sequence(explicit: Explicit, strategy: s
         assert workers(server, "sums") == both
         for who, process in runs.items():
             assert step(http, who, 10) == [who + 10, process]
-        (stays,) = both - {server.one("worker sums.1").pid}
+        (stays,) = both - {server.find_one("worker sums.1").pid}
         for who, process in runs.items():
             assert step(http, who, 10, end=True) == [who + 20, process]
         until("one has ended", lambda: workers(server, "sums") == {stays})

@@ -156,7 +156,7 @@ def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
         connection.request("POST", "/v2/models/repeat/generate_stream", body)
         response = connection.getresponse()
         assert response.read(10) == b'data: {"ID'
-        server.one("worker repeat").kill()
+        server.find_one("worker repeat").kill()
         last = events(response.read().partition(b"\n\n")[2])[-1]
         assert list(last) == ["error"]
         error = None

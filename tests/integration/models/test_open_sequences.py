@@ -33,7 +33,7 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
         server.wait_log("waiting for the 1 open sequences of model 'sums' to end")
         yield server
         assert server.wait_exit(10) == 0
-        server.assert_gone(members)
+        server.assert_exited(members)
 
 
 def ask(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, Start, wait_gone
+from tests.support.servers import Server, Start, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -155,7 +155,7 @@ def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None
     before = metered.metric("metering_amounts", by="metering")
     (worker,) = metered.find("worker metering.1")
     worker.kill()
-    assert wait_gone(worker, 5)
+    assert wait_exited(worker, 5)
     until(
         "the instance is back",
         lambda: metered.metric("shmserve_instances", model="metering", state="idle") == 2,

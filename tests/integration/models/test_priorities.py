@@ -10,8 +10,8 @@ import tritonclient.grpc as grpc
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.crowd import Crowd
 from tests.support.held_queue import Queue
+from tests.support.request_pool import RequestPool
 from tests.support.servers import Server
 
 LEVELS = """
@@ -75,7 +75,7 @@ def number(value: int) -> np.ndarray:
     return np.full((1, 1), value, np.int32)
 
 
-def test_a_priority_comes_in_over_every_door(server: Server, people: Crowd) -> None:
+def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.1: over HTTP, gRPC, from a program on this host, and from a model."""
 
     def over_grpc() -> None:
@@ -92,43 +92,43 @@ def test_a_priority_comes_in_over_every_door(server: Server, people: Crowd) -> N
         with shmserve.client.connect(server.run_dir) as client:
             client.infer("caller", PRIORITY=np.array([1], np.int32))
 
-    held = Queue(server, people, "levels")
+    held = Queue(server, pool, "levels")
     held.add(5, priority=5)
     held.add(4)  # no priority: level 4 is the default
-    asked = [held.ask(each) for each in (over_grpc, natively, from_a_model)]
+    asked = [held.call(each) for each in (over_grpc, natively, from_a_model)]
     assert held.batches(5) == [[1], [2], [3], [4], [5]]
     for each in asked:
         each.result()
 
 
-def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, people: Crowd) -> None:
+def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.2."""
-    held = Queue(server, people, "levels")
+    held = Queue(server, pool, "levels")
     for value in range(1, 5):
         held.add(value, priority=1)
-    refused = people.number("levels", 9, priority=1).result()
+    refused = pool.number("levels", 9, priority=1).result()
     assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
     assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
     held.add(5, priority=2)
     assert held.batches(5) == [[1], [2], [3], [4], [5]]
 
 
-def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, people: Crowd) -> None:
+def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.4: its own timeout, which is shorter than the level's, only delays it."""
-    held = Queue(server, people, "levels")
+    held = Queue(server, pool, "levels")
     held.add(1, priority=5, timeout=500)
     time.sleep(0.01)  # its timeout passes: what comes now is before it
     held.add(2, priority=4)
     assert held.batches(2) == [[2], [1]]
-    assert all(asked.result().status == 200 for asked in people.asked)
+    assert all(asked.result().status == 200 for asked in pool.futures)
 
 
 @pytest.mark.parametrize("model", ["prefer_latency", "adaptive"])
 def test_strategies_that_wait_for_nothing_run_what_is_there(
-    server: Server, people: Crowd, model: str
+    server: Server, pool: RequestPool, model: str
 ) -> None:
     """The delay of these models is half a minute."""
-    held = Queue(server, people, model)
+    held = Queue(server, pool, model)
     for value in (1, 2, 3):
         held.add(value)
     assert held.batches(1) == [[1, 2, 3]]

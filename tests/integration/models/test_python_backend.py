@@ -11,8 +11,8 @@ import pytest
 import shmserve.client
 from shmserve.errors import Internal
 from tests.support import repositories
-from tests.support.crowd import crowd
 from tests.support.regions import SharedObject
+from tests.support.request_pool import request_pool
 from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, Reply, json_input
 
@@ -45,9 +45,9 @@ def test_calling_what_is_not_there(http: Http, model: str) -> None:
 
 
 def test_many_calls(server: Server) -> None:
-    with crowd(server, 8) as people:
+    with request_pool(server, 8) as pool:
         answers = [
-            people.infer(model, call("simple"))
+            pool.infer(model, call("simple"))
             for model in ("caller", "async_caller")
             for _ in range(16)
         ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.crowd import crowd
+from tests.support.request_pool import request_pool
 from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
@@ -124,7 +124,7 @@ def test_eager_module(http: Http) -> None:
 
 @pytest.mark.parametrize("model", ["by_index", "exported"])
 def test_rows_of_a_batch_go_back_to_their_owners(server: Server, model: str) -> None:
-    with crowd(server, 16) as people:
+    with request_pool(server, 16) as pool:
         answers = []
         for number in range(48):
             rows = 1 + number % 3
@@ -133,7 +133,7 @@ def test_rows_of_a_batch_go_back_to_their_owners(server: Server, model: str) -> 
                 json_input("INPUT__0", a),
                 json_input("INPUT__1", np.ones((rows, 4), np.float32)),
             ]
-            answers.append(people.infer(model, {"inputs": inputs}))
+            answers.append(pool.infer(model, {"inputs": inputs}))
         for number, answer in enumerate(answers):
             assert (answer.result().tensors()["OUTPUT__0"] == 2 * number + 1).all()
 

@@ -18,9 +18,9 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.support import repositories
-from tests.support.crowd import crowd
 from tests.support.load import Load
-from tests.support.servers import Server, Start, running, wait_gone
+from tests.support.request_pool import request_pool
+from tests.support.servers import Server, Start, running, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -249,7 +249,7 @@ def test_a_broken_model_ends_the_server(repository: Path) -> None:
     try:
         assert server.wait_exit(30) not in (0, None)
         assert "broken on purpose" in server.log()
-        server.assert_gone([])
+        server.assert_exited([])
     finally:
         server.discard()
 
@@ -305,9 +305,9 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
                 == "Request for unknown model: 'constant' version 1 is not at ready state"
             )
         assert_versionless(server)
-        gateway = server.one("gateway http 0")
+        gateway = server.find_one("gateway http 0")
         gateway.kill()
-        assert wait_gone(gateway, 5)
+        assert wait_exited(gateway, 5)
         assert_versionless(server)
     finally:
         server.stop()
@@ -541,14 +541,14 @@ def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between:
     def alone() -> bool:
         return len(server.find("scheduler gated")) == 2
 
-    with server.http() as http, crowd(server) as people:
+    with server.http() as http, request_pool(server) as pool:
         http.load("gated").ok()
         before = counted()
-        old = people.number("gated", 1)
+        old = pool.number("gated", 1)
         visit = server.gate.next()
         http.load("gated").ok()
         for _ in range(between):
-            later = people.number("gated", 2)
+            later = pool.number("gated", 2)
             server.gate.next().release()
             later.result().ok()
             http.load("gated").ok()
@@ -632,12 +632,12 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: 
 def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "gated")
-    with crowd(server) as people, server.http() as http:
+    with request_pool(server) as pool, server.http() as http:
         http.load("gated").ok()
-        old = people.number("gated", 1)
+        old = pool.number("gated", 1)
         visit = server.gate.next()
         http.load("gated").ok()
-        new = people.number("gated", 2)
+        new = pool.number("gated", 2)
         other = server.gate.next()
         assert other.pid != visit.pid
         other.release()
@@ -651,9 +651,9 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explic
 def test_unload_lets_what_runs_finish(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "gated")
-    with crowd(server) as people, server.http() as http:
+    with request_pool(server) as pool, server.http() as http:
         http.load("gated").ok()
-        running = people.number("gated", 1)
+        running = pool.number("gated", 1)
         visit = server.gate.next()
         http.unload("gated").ok()
         assert http.infer("gated", ASK).status in (404, 503)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd
 from tests.support.gates import Visit
+from tests.support.request_pool import RequestPool, request_pool
 from tests.support.sequence_models import CONTROLS, IDLE, instances
 from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Reply, json_input
@@ -32,21 +32,21 @@ def server(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture
-def people(server: Server) -> Iterator[Crowd]:
+def pool(server: Server) -> Iterator[RequestPool]:
     """Clients that do not wait for one another."""
-    with crowd(server) as them:
+    with request_pool(server) as them:
         yield them
         server.gate.release_all()
 
 
-def asking(people: Crowd, model: str) -> Ask:
+def asking(pool: RequestPool, model: str) -> Ask:
     """What sends a request of a sequence, with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
         given: dict[str, Any] = {"sequence_id": sequence}
         given |= {"sequence_start": start, "sequence_end": end}
         tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        return people.infer(model, {"inputs": [tensor], "parameters": given})
+        return pool.infer(model, {"inputs": [tensor], "parameters": given})
 
     return ask
 
@@ -54,7 +54,8 @@ def asking(people: Crowd, model: str) -> Ask:
 def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
     """What a model saw of the controls, slot by slot: nothing is 0 in those behind the last row."""
     return {
-        name: [int(value) for value in visit.told[name]] + [0] * (slots - len(visit.told[name]))
+        name: [int(value) for value in visit.message[name]]
+        + [0] * (slots - len(visit.message[name]))
         for name in ("START", "END", "READY", "CORRID")
     }
 
@@ -64,9 +65,9 @@ def sums(*replies: Future[Reply]) -> list[int]:
     return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
 
 
-def test_direct_two_instances_of_two_slots(server: Server, people: Crowd) -> None:
+def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
     """Sequences 0 to 5, whose ids are 1 to 6."""
-    ask, gate = asking(people, "pair"), server.gate
+    ask, gate = asking(pool, "pair"), server.gate
     begun = [ask(1, start=True)]
     first = gate.next()
     begun.append(ask(2, start=True))
@@ -122,7 +123,7 @@ def test_direct_two_instances_of_two_slots(server: Server, people: Crowd) -> Non
     assert gate.is_idle()
 
 
-def test_direct_one_instance(server: Server, people: Crowd) -> None:
+def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
     first of slot 1 run as one batch when they come together.
 
@@ -130,11 +131,11 @@ def test_direct_one_instance(server: Server, people: Crowd) -> None:
     and in a real Triton: behind the highest slot with a request there is no row, whether the slots
     there have never had a sequence (as here) or have an idle one (as below).
     """
-    ask, gate = asking(people, "single"), server.gate
+    ask, gate = asking(pool, "single"), server.gate
     lone = ask(1, start=True)
     visit = gate.next()
     assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
-    assert (visit.told["START"], visit.told["READY"]) == ([1], [1])
+    assert (visit.message["START"], visit.message["READY"]) == ([1], [1])
     visit.release()
     assert sums(lone) == [1]
     assert gate.is_idle()
@@ -149,22 +150,22 @@ def test_direct_one_instance(server: Server, people: Crowd) -> None:
     assert sums(busy) == [2]
     visit = gate.next()
     assert by_slot(visit) == {"START": [0, 1], "END": [0, 0], "READY": [1, 1], "CORRID": [1, 2]}
-    assert visit.told["shape"] == [[1, 1], [1, 1]]
+    assert visit.message["shape"] == [[1, 1], [1, 1]]
     visit.release()
     assert sums(*both) == [3, 1]
 
 
-def test_direct_lone_requests_beside_an_idle_sequence(server: Server, people: Crowd) -> None:
+def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: RequestPool) -> None:
     """Both slots have had a first request: a lone one in slot 0 is one row, without one for the
     idle slot 1, also where it is the first of another sequence; before slot 1's is a null row."""
-    ask, gate = asking(people, "single"), server.gate
+    ask, gate = asking(pool, "single"), server.gate
 
     def alone(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
         response = ask(sequence, **flags)
         visit = gate.next()
         visit.release()
         response.result().ok()
-        told = visit.told
+        told = visit.message
         return told["START"], told["READY"], told["CORRID"]
 
     for sequence in (1, 2):  # which another test has begun
@@ -181,9 +182,9 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, people: Cr
         alone(sequence, end=True)
 
 
-def test_oldest_four_candidates_and_batches_of_two(server: Server, people: Crowd) -> None:
+def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: RequestPool) -> None:
     """Sequences A to D, whose ids are 1 to 4; 5 waits for one of them to end."""
-    ask, gate = asking(people, "oldest"), server.gate
+    ask, gate = asking(pool, "oldest"), server.gate
     replies = [ask(1, start=True)]
     visit = gate.next()
     steps = [(2, {"start": True}), (3, {"start": True}), (4, {"start": True}), (1, {}), (4, {})]
@@ -191,14 +192,14 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, people: Crowd
     for waiting, (sequence, flags) in enumerate(steps, 1):
         replies.append(ask(sequence, **flags))
         server.wait_pending("oldest", waiting)
-    seen = [visit.told["CORRID"]]
+    seen = [visit.message["CORRID"]]
     ends = []
     for _ in range(5):
         visit.release()
         visit = gate.next()
-        seen.append(visit.told["CORRID"])
-        ends.append(visit.told["END"])
-        assert all(visit.told["READY"])
+        seen.append(visit.message["CORRID"])
+        ends.append(visit.message["END"])
+        assert all(visit.message["READY"])
     visit.release()
     # The oldest first, never two of one sequence, and who has ended has made room.
     assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]

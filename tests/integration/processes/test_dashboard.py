@@ -111,7 +111,7 @@ def answered(server: Server, model: str) -> float:
 def test_a_worker_that_dies_is_told(server: Server) -> None:
     with Feed(server.metrics_port) as feed:
         feed.next()
-        worker = server.one("worker half")
+        worker = server.find_one("worker half")
         worker.kill()
         news: list[dict[str, Any]] = []
         while not any(event["event"] == "ProcessEnded" for event in news):
@@ -133,7 +133,7 @@ def cell(page: Page, model: str, column: str) -> str:
 @needs_chromium
 def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
     with watched.asked(server):
-        page.go(f"http://127.0.0.1:{server.metrics_port}/")
+        page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
         page.wait("it is said what hurts", "models.get('crimes/1').because.includes('fail')")
         page.wait(
@@ -176,7 +176,7 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     assert len(history["at"]) >= 2 and history["at"] == sorted(history["at"])
     points = history["models"]["simple/1"]
     assert len(points) == len(history["at"]) and max(each[0] for each in points if each) > 0
-    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it shows figures", "models.size >= 7")
     first = "past.get('simple/1').find(point => point.rate > 0).at"
     assert page.run(f"asOf - {first}") > HISTORY_EVERY_S - 2
@@ -190,10 +190,10 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
 
 @needs_chromium
 def test_what_hurts_comes_first_on_a_phone(server: Server, page: Page) -> None:
-    server.one("worker half").kill()
+    server.find_one("worker half").kill()
     until("it is back", lambda: server.find("worker half"))
     page.size(390, 844, phone=True)
-    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("dead workers are told", "(models.get('half/1') || {}).workers_lost > 0")
     sections = "[...document.querySelectorAll('#all > *:not([hidden])')]"
     tops = page.run(f"{sections}.map(each => [each.getBoundingClientRect().top, each.id])")
@@ -207,7 +207,7 @@ def test_what_hurts_comes_first_on_a_phone(server: Server, page: Page) -> None:
 
 @needs_chromium
 def test_the_keyboard_is_enough(server: Server, page: Page) -> None:
-    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it shows figures", "models.size >= 7")
     page.key("Tab")
     assert page.run("document.activeElement.textContent") == "To the models"
@@ -236,7 +236,7 @@ def test_the_keyboard_is_enough(server: Server, page: Page) -> None:
 def test_it_fits_a_phone_and_is_readable_in_the_dark(server: Server, page: Page) -> None:
     for dark in (False, True):
         page.size(390, 844, dark=dark, phone=True)
-        page.go(f"http://127.0.0.1:{server.metrics_port}/")
+        page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7")
         page.run("show('simple/1', true)")
         assert page.run("document.documentElement.scrollWidth") <= 390
@@ -264,14 +264,14 @@ CONTRAST = """(() => {
 @needs_chromium
 def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, page: Page) -> None:
     url = f"http://127.0.0.1:{guarded.metrics_port}/"
-    page.go(url)
+    page.navigate(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
     refused = "$('refused').textContent.includes('requires a known token')"
     page.wait("it says what is wrong", refused)
     page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
-    page.go(f"{url}?again#token={TOKEN}")
+    page.navigate(f"{url}?again#token={TOKEN}")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     assert TOKEN not in page.run("location.href")
     assert TOKEN not in guarded.log()
@@ -282,7 +282,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
     """It asks for a token; one for inference is enough, to see the models and to ask them."""
     for phone in (False, True):
         page.size(390 if phone else 1280, 844, phone=phone)
-        page.go(f"http://{guarded.url}/docs?{phone}")
+        page.navigate(f"http://{guarded.url}/docs?{phone}")
         if not phone:
             page.wait("it asks for a token", "!$('ask').hidden")
             page.run(f"$('token').value = '{OTHER}'; $('ask').requestSubmit()")
@@ -308,9 +308,9 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
 
 @needs_chromium
 def test_a_page_that_nobody_sees_asks_nothing(server: Server, page: Page) -> None:
-    gateway = server.one("gateway")
+    gateway = server.find_one("gateway")
     until("nobody watches", lambda: gateway.num_threads() == 1)
-    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
     assert gateway.num_threads() > 1, "of the library that events come by"
     page.hide(hidden=True)
@@ -326,7 +326,7 @@ def test_it_is_there_again_after_a_restart(tmp_path: Path, page: Page) -> None:
     first = Server([tmp_path / "models"]).wait_ready()
     first.wait_named()
     ports = first.http_port, first.metrics_port
-    page.go(f"http://127.0.0.1:{first.metrics_port}/")
+    page.navigate(f"http://127.0.0.1:{first.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
     first.process.terminate()
     page.wait("it says so", "$('status').className === 'lost'")
@@ -349,7 +349,7 @@ def test_it_is_there_again_after_a_restart(tmp_path: Path, page: Page) -> None:
 @needs_chromium
 def test_200_models(server: Server, page: Page) -> None:
     """Of one event: the browser's part of it."""
-    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
     page.run("abort.abort(); watch = () => {}; connect = () => new Promise(() => {})")
     many = """(() => {

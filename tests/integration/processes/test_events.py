@@ -100,7 +100,7 @@ def test_a_load_that_is_refused(
 
 
 def test_a_killed_worker(server: Server, events: EventReader) -> None:
-    victim = server.one("worker simple.0")
+    victim = server.find_one("worker simple.0")
     victim.kill()
     found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in found
@@ -111,7 +111,7 @@ def test_a_killed_worker(server: Server, events: EventReader) -> None:
 
 
 def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
-    victim = server.one("worker simple.0")
+    victim = server.find_one("worker simple.0")
     stopped(victim)
     found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     reason = "signal 9: it was stopped for 0.4 s"
@@ -162,7 +162,7 @@ def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> 
     with SharedObject(8192) as made, server.http() as http:
         http.register("b", made.key, 8192).ok()
         made.truncate(0)
-        server.one("worker simple.0").send_signal(signal.SIGBUS)
+        server.find_one("worker simple.0").send_signal(signal.SIGBUS)
         found = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
         reason = "it was truncated while a worker used it, and the worker died"
         assert found[-1] == m.RegionUnregistered("b", reason)

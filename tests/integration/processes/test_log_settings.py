@@ -321,7 +321,7 @@ def test_a_process_that_starts_again_logs_as_the_others(
     server: Server, http: Http, title: str
 ) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
-    dead = server.one(title)
+    dead = server.find_one(title)
     dead.kill()
 
     def successor() -> psutil.Process | None:
@@ -340,7 +340,7 @@ def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: H
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
     http.load("late").ok()
     for title in ("worker late.0", "scheduler late"):
-        assert in_iso(server, server.one(title).pid)
+        assert in_iso(server, server.find_one(title).pid)
     http.unload("late").ok()
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import crowd
-from tests.support.load import ask_simple
+from tests.support.load import infer_simple
+from tests.support.request_pool import request_pool
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
@@ -67,7 +67,7 @@ def test_everything_exists_at_zero(counted: Server) -> None:
 def test_counts(counted: Server) -> None:
     with counted.http() as http:
         for number in range(5):
-            assert ask_simple(http, number) == ""
+            assert infer_simple(http, number) == ""
         http.infer("simple", rows(2)).ok()
         http.infer("simple", {"inputs": []})
         until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
@@ -162,13 +162,13 @@ def test_counters_survive_gateways_and_workers(
 ) -> None:
     repositories.add(repository, "simple")
     server = serve(repository, "--gateways=2")
-    with crowd(server, 8) as people:
-        asked = [people.do(lambda http: http.get("/v2/health/live")) for _ in range(8)]
+    with request_pool(server, 8) as pool:
+        asked = [pool.send(lambda http: http.get("/v2/health/live")) for _ in range(8)]
         assert all(answer.result().status == 200 for answer in asked)
         for _ in range(40):
-            people.infer("simple", rows(1))
+            pool.infer("simple", rows(1))
     until("all is counted", lambda: server.metric("nv_inference_count", model="simple") == 40)
-    for process in (server.one("worker simple.0"), server.find("gateway")[0]):
+    for process in (server.find_one("worker simple.0"), server.find("gateway")[0]):
         process.kill()
         process.wait(5)
         until("it is ready again", lambda: server.answers("/v2/health/ready"))

@@ -80,10 +80,10 @@ def test_a_failure_is_logged_whichever_way_it_was_asked_for(server: Server) -> N
 
 
 def test_a_worker_that_is_back(server: Server) -> None:
-    server.one("worker identity.0").kill()
+    server.find_one("worker identity.0").kill()
     server.wait_log("worker identity.0 cpu is back: pid ")
     server.wait_ready()
-    pid = server.one("worker identity.0").pid
+    pid = server.find_one("worker identity.0").pid
     ended, back = re.findall(r"worker identity\.0 cpu (ended|is back: pid \d+)", server.log())
     assert (ended, back) == ("ended", f"is back: pid {pid}")
 

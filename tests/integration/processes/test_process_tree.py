@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import crowd, values
 from tests.support.load import Load
+from tests.support.request_pool import request_pool, values
 from tests.support.servers import Server, Start, refuses, run_command, run_python
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
@@ -48,7 +48,7 @@ def server(models: Path, start: Start) -> Server:
 
 def test_workers_end_first_where_memory_is_short(server: Server) -> None:
     def score(title: str) -> int:
-        return int(Path(f"/proc/{server.one(title).pid}/oom_score_adj").read_text())
+        return int(Path(f"/proc/{server.find_one(title).pid}/oom_score_adj").read_text())
 
     own = score("supervisor")
     for title in ("front zygote", "gateway http 0", "scheduler simple"):
@@ -102,8 +102,8 @@ def test_two_gateways_share_the_port(server: Server) -> None:
 def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
     """A worker runs foreign code: it holds no listening socket, and none of a client."""
     http.get("/v2/health/live").ok()
-    assert server.one("worker simple.0").net_connections("tcp") == []
-    assert server.one("scheduler simple").net_connections("tcp") == []
+    assert server.find_one("worker simple.0").net_connections("tcp") == []
+    assert server.find_one("scheduler simple").net_connections("tcp") == []
 
 
 def test_no_process_can_gain_privileges(server: Server) -> None:
@@ -125,10 +125,10 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
         server.wait_ready()
         members = server.tree()
         with (
-            crowd(server) as people,
+            request_pool(server) as pool,
             socket.create_connection(("127.0.0.1", server.http_port)) as idle,
         ):
-            taken = [people.number("gated", value) for value in range(3)]
+            taken = [pool.number("gated", value) for value in range(3)]
             visit = server.gate.next()
             server.wait_pending("gated", 2)
             server.process.terminate()
@@ -140,7 +140,7 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
                 server.gate.next().release()
             assert [values(answer.result()) for answer in taken] == [[0], [1], [2]]
         assert server.wait_exit(10) == 0
-        server.assert_gone(members)
+        server.assert_exited(members)
     finally:
         server.discard()
 
@@ -156,8 +156,8 @@ def test_sigterm_under_load(repository: Path) -> None:
             assert server.wait_exit(15) == 0
         for trouble in asking.troubles():
             # After it stopped listening there is nobody to answer; whoever was heard was answered.
-            assert trouble.lost, trouble
-        server.assert_gone(members)
+            assert trouble.is_disconnected, trouble
+        server.assert_exited(members)
     finally:
         server.discard()
 
@@ -170,8 +170,8 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
     try:
         server.wait_ready()
         members = server.tree()
-        with crowd(server) as people:
-            stuck = people.number("gated", 1)
+        with request_pool(server) as pool:
+            stuck = pool.number("gated", 1)
             server.gate.next()
             server.process.terminate()
             server.wait_log("stopping")  # one that it has not heard yet would be the same signal
@@ -182,7 +182,7 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
             assert server.wait_exit(5) is not None
             assert time.monotonic() - began < 2
             assert stuck.result().status == 503
-        server.assert_gone(members)
+        server.assert_exited(members)
         assert not errors(server)
     finally:
         server.discard()
@@ -194,8 +194,8 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
     try:
         server.wait_ready()
         members = server.tree()
-        with crowd(server) as people:
-            stuck = people.number("gated", 1)
+        with request_pool(server) as pool:
+            stuck = pool.number("gated", 1)
             server.gate.next()
             began = time.monotonic()
             server.process.terminate()
@@ -203,7 +203,7 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
             assert server.wait_exit(25) == 0
             assert time.monotonic() - began > 0.8
             assert stuck.result().status == 503
-        server.assert_gone(members)
+        server.assert_exited(members)
         assert not errors(server)
     finally:
         server.discard()
@@ -217,7 +217,7 @@ def test_sigint_ends_it_too(repository: Path) -> None:
         members = server.tree()
         os.kill(server.pid, signal.SIGINT)
         assert server.wait_exit(10) == 0
-        server.assert_gone(members)
+        server.assert_exited(members)
     finally:
         server.discard()
 
@@ -231,7 +231,7 @@ def test_sigterm_while_loading(repository: Path) -> None:
         members = server.tree()
         server.process.terminate()
         assert server.wait_exit(10) is not None
-        server.assert_gone(members)
+        server.assert_exited(members)
     finally:
         server.discard()
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.streams import ask_repeat, ended, failed, stream
+from tests.support.wire.streams import ended, failed, send_repeat, stream
 
 FIRST = "nv_inference_first_response_histogram_ms"
 BUCKETS = f"""
@@ -32,7 +32,7 @@ def repeating(models: Path, start: Start) -> Server:
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     with stream(repeating) as (client, told):
         for count in (3, 1):
-            ask_repeat(client, list(range(count)), delay_ms=2)  # a first one counts in whole ms
+            send_repeat(client, list(range(count)), delay_ms=2)  # a first one counts in whole ms
             assert ended(told) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
@@ -80,7 +80,7 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
 
 def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
+        send_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
         for _ in range(2):
             told.get(timeout=30)
 
@@ -97,10 +97,10 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
 
 def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, [0] * 2000, delay_ms=20, model="killed")
+        send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
         told.get(timeout=30)
-        repeating.one("worker killed.0").kill()
+        repeating.find_one("worker killed.0").kill()
         assert "died before this request's last response" in failed(told)
         until("there is another worker", lambda: bool(repeating.find("worker killed.0")))
-        ask_repeat(client, [5], model="killed")
+        send_repeat(client, [5], model="killed")
         assert ended(told) == 1

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.rigs.service_manager import Manager, start
 from tests.support import repositories
 from tests.support.gates import Gate
-from tests.support.load import AskThroughMemory
+from tests.support.load import InferInMemory
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
@@ -34,15 +34,15 @@ def test_a_service_manager_hears_of_the_start_and_the_end(
     repositories.add_slow(repository, "slow")
     server = Server([repository], environment={"NOTIFY_SOCKET": manager.address})
     try:
-        heard = manager.hear("loading slow")
+        heard = manager.receive("loading slow")
         assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in heard)
         assert not any("READY=1" in said for said in heard)
         server.gate.next().release()
-        assert manager.hear("READY=1")[-1] == "READY=1\nSTATUS=2/2 models ready"
+        assert manager.receive("READY=1")[-1] == "READY=1\nSTATUS=2/2 models ready"
         for child in server.tree()[1:]:
             assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC"} & child.environ().keys()
         server.process.send_signal(signal.SIGTERM)
-        manager.hear("STOPPING=1")
+        manager.receive("STOPPING=1")
         assert server.wait_exit(20) == 0
     finally:
         server.discard()
@@ -51,13 +51,13 @@ def test_a_service_manager_hears_of_the_start_and_the_end(
 def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Path) -> None:
     asked = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "200000"}
     with running(repository, "--gateways=2", environment=asked, grpc=True) as server:
-        manager.hear("WATCHDOG=1")
+        manager.receive("WATCHDOG=1")
         for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
-            victim = server.one(title)
+            victim = server.find_one(title)
             victim.suspend()  # it is killed, and another one started, before long
             server.wait_log(f"no answer from {title.replace('http ', '')} (pid {victim.pid})")
             server.wait_log("all processes answer again")
-            manager.hear("WATCHDOG=1")
+            manager.receive("WATCHDOG=1")
 
 
 def test_a_reload(manager: Manager, repository: Path) -> None:
@@ -68,13 +68,13 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
     flags = (f"--config={file}",)
     notified = {"NOTIFY_SOCKET": manager.address}
     with running(repository, *flags, environment=notified, grpc=True) as server:
-        manager.hear("READY=1")
+        manager.receive("READY=1")
 
         def reload(says: str) -> None:
             server.process.send_signal(signal.SIGHUP)
-            reloading = manager.hear("RELOADING=1")[-1]
+            reloading = manager.receive("RELOADING=1")[-1]
             assert "\nMONOTONIC_USEC=" in reloading
-            manager.hear("READY=1")
+            manager.receive("READY=1")
             server.wait_log(says)
 
         def status(token: str) -> int:
@@ -98,7 +98,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
                 good = (("authorization", "Bearer another-of-tokens"),)
                 assert is_right(ask(simple_request(), timeout=20, metadata=good))
             # Another gateway has them, too.
-            server.one("gateway http 0").kill()
+            server.find_one("gateway http 0").kill()
             until("a gateway", lambda: server.answers("/v2/health/ready"), 20)
         with server.http() as old:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
@@ -173,7 +173,7 @@ def test_registrations_outlive_the_server(
     """The service manager keeps them, and gives them to the next."""
     repositories.add(repository, "identity")
     folder = Path(tempfile.mkdtemp(prefix="st-"))
-    ask: AskThroughMemory | None = None
+    ask: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for _ in range(3):
@@ -182,19 +182,19 @@ def test_registrations_outlive_the_server(
             given = [listener.fileno(), *(fd for _, fd in kept)]
             server = start(given, names, repository, folder, NOTIFY_SOCKET=manager.address)
             try:
-                manager.hear("READY=1")
+                manager.receive("READY=1")
                 with contextlib.closing(Http(port)) as http:
                     if ask is None:
-                        ask = AskThroughMemory(http)
+                        ask = InferInMemory(http)
                         http.register("other", ask.shared.key, 4096).ok()
                         http.unregister("other").ok()
-                        manager.hear("FDSTOREREMOVE=1")
+                        manager.receive("FDSTOREREMOVE=1")
                     assert ask(http, 1) == ""
                     assert [region["name"] for region in http.regions().json()] == [ask.shared.name]
             finally:
                 server.send_signal(number)
                 server.wait(30)
-                manager.hear_all()
+                manager.receive_all()
     assert ask is not None
     ask.shared.unlink()
 

@@ -18,7 +18,7 @@ from shmserve.supervisor.checks.access import server_pid
 from shmserve.supervisor.host.handover_link import Offer
 from tests.rigs.service_manager import managed
 from tests.support import repositories
-from tests.support.load import AskThroughMemory
+from tests.support.load import InferInMemory
 from tests.support.servers import Server
 from tests.support.users import ALICE, as_user, needs_users
 from tests.support.waiting import until
@@ -126,7 +126,7 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
 def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run_dir: Path) -> None:
     """Killed, told to end, or without a model: the first one goes on, and can be followed still."""
     with first(repository, run_dir) as server, server.http() as http:
-        asked = AskThroughMemory(http)
+        asked = InferInMemory(http)
         for number in (signal.SIGKILL, signal.SIGTERM):
             failing = next_to(server, slow)
             failing.gate.next()
@@ -167,7 +167,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
     servers = [server.wait_ready()]
     try:
         with server.http() as http:
-            asked = AskThroughMemory(http)
+            asked = InferInMemory(http)
         addresses = (run_dir / "guests" / "addresses").read_text()
         for _ in range(2):
             following = next_to(server, repository, *flags)

@@ -140,14 +140,14 @@ def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
     config.write_text("\n".join([*kept, limited(1, "Q")]))
     server.load("simple")
     with server.http() as http:
-        scheduler = server.one("scheduler simple").pid
+        scheduler = server.find_one("scheduler simple").pid
         with Load(server, simple=4, memory=0) as stream:
             more = limited(1, "Q").replace("count: 2", "count: 3", 1)
             for group, count in ((more, 3), (limited(2, "Q"), 2)):
                 config.write_text("\n".join([*kept, group]))
                 http.load("simple").ok()
                 wait_workers(server, count)
-        assert server.one("scheduler simple").pid == scheduler
+        assert server.find_one("scheduler simple").pid == scheduler
         assert not stream.troubles()
     found = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
     assert found == ["1", "2"], "how much there is, whenever that changes"

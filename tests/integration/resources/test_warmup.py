@@ -278,6 +278,6 @@ def test_an_instance_that_starts_again_is_warm_again(explicit: tuple[Server, Pat
     add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))
     server.load("again")
     assert seen(server, "again") == [[ROW]]
-    victim = server.one("worker again.0")
+    victim = server.find_one("worker again.0")
     victim.kill()
     assert seen(server, "again") == [[ROW]]

@@ -23,7 +23,7 @@ def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, Told]
         client.stop_stream(cancel_requests=True)
 
 
-def ask_repeat(
+def send_repeat(
     client: triton.InferenceServerClient,
     values: list[int],
     delay_ms: int = 0,

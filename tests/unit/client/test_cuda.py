@@ -43,7 +43,7 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.process_rig import RecordedProcesses
 from tests.rigs.region_rig import policy
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 from tests.support.waiting import until
@@ -64,7 +64,7 @@ class SupervisorContext:
         self.worker = worker
         self._cuda = cuda
         self._devices = devices
-        self.processes = ToldProcesses()
+        self.processes = RecordedProcesses()
         self.events: list[Any] = []
         self.looking = False  # whether a worker looks at handles
         self._ready = threading.Event()
@@ -330,7 +330,7 @@ def test_a_dead_exporter_fails_its_own_requests_only(
     host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
-    cuda.forget(exporting.allocated[dead.segment.address])
+    cuda.revoke(exporting.allocated[dead.segment.address])
     with pytest.raises(InvalidArgument, match="cannot be opened: its owner is gone"):
         ask(host, client, dead)
     ask(host, client, alive)

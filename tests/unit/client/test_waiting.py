@@ -76,14 +76,14 @@ def test_what_was_read_is_granted_together(
     ended: list[str] = []
     stream = opened(channel, tmp_path, ended)
     number = scheduler.next(m.Submit).id
-    scheduler.say(*(responded(number, n) for n in range(FIRST_CREDIT)))
+    scheduler.send(*(responded(number, n) for n in range(FIRST_CREDIT)))
     for n in range(TOGETHER):
         assert values([next(stream)]) == [n]
-    assert scheduler.silent()  # the last is its reader's until the next is asked for
+    assert scheduler.is_silent()  # the last is its reader's until the next is asked for
     assert values([next(stream)]) == [TOGETHER]
     assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
     assert not ended
-    scheduler.say(m.Responded(number, "", "", b"", [], True))
+    scheduler.send(m.Responded(number, "", "", b"", [], True))
     assert values(stream) == [*range(TOGETHER + 1, FIRST_CREDIT)]
     assert ended == ["free"] and list(stream) == []
 
@@ -96,11 +96,11 @@ def test_what_is_large_is_granted_sooner(
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):
-        scheduler.say(responded(number, n, size=250))
+        scheduler.send(responded(number, n, size=250))
         assert values([next(stream)]) == [n]
         if n:
             assert scheduler.next(m.Credit) == m.Credit(number, 1)  # type: ignore[type-var]
-    scheduler.say(responded(number, 3, final=True))
+    scheduler.send(responded(number, 3, final=True))
     assert values(stream) == [3]
 
 
@@ -111,7 +111,7 @@ def test_who_leaves_cancels_and_reads_no_more(
     ended: list[str] = []
     stream: ResponseStream | None = opened(channel, tmp_path, ended)
     number = scheduler.next(m.Submit).id
-    scheduler.say(responded(number, 0), responded(number, 1))
+    scheduler.send(responded(number, 0), responded(number, 1))
     assert stream is not None and values([next(stream)]) == [0]
     if how == "close":
         stream.close()
@@ -120,9 +120,9 @@ def test_who_leaves_cancels_and_reads_no_more(
     stream = None
     gc.collect()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
-    scheduler.say(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
+    scheduler.send(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
     other = opened(channel, tmp_path, [])
-    scheduler.say(responded(scheduler.next(m.Submit).id, 7, final=True))
+    scheduler.send(responded(scheduler.next(m.Submit).id, 7, final=True))
     assert values(other) == [7] and ended == ["free"]
 
 
@@ -131,11 +131,11 @@ def test_an_error_may_be_followed_by_responses(
 ) -> None:
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.say(m.Responded(number, "INTERNAL", "no", b"", [], False), responded(number, 1))
+    scheduler.send(m.Responded(number, "INTERNAL", "no", b"", [], False), responded(number, 1))
     with pytest.raises(Internal, match="no"):
         next(stream)
     assert values([next(stream)]) == [1]
-    scheduler.say(m.Responded(number, "INTERNAL", "the last", b"", [], True))
+    scheduler.send(m.Responded(number, "INTERNAL", "the last", b"", [], True))
     with pytest.raises(Internal, match="the last"):
         next(stream)
     assert list(stream) == []
@@ -159,7 +159,7 @@ def test_a_response_that_cannot_be_read_ends_them(
 ) -> None:
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.say(m.Responded(number, "", "", b"garbage", [], False))
+    scheduler.send(m.Responded(number, "", "", b"garbage", [], False))
     with pytest.raises(Internal, match="cannot be read"):
         next(stream)
     assert list(stream) == []
@@ -176,7 +176,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     stream = opened(channel, tmp_path, ended)
     submit = scheduler.next(m.Submit)
     if begun:
-        scheduler.say(responded(submit.id, 0))
+        scheduler.send(responded(submit.id, 0))
         assert values([next(stream)]) == [0]
     connection.lose(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
     if begun:
@@ -186,7 +186,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     else:
         channel.channel.take([])
         assert successor.next(m.Submit) == submit
-        successor.say(responded(submit.id, 5, final=True))
+        successor.send(responded(submit.id, 5, final=True))
         assert values(stream) == [5]
     successor_router.close()
 
@@ -196,7 +196,7 @@ def test_an_ordinary_answer_is_the_only_one(
 ) -> None:
     ended: list[str] = []
     stream = opened(channel, tmp_path, ended)
-    scheduler.say(m.Finished(scheduler.next(m.Submit).id, *packed(3)))
+    scheduler.send(m.Finished(scheduler.next(m.Submit).id, *packed(3)))
     assert values(stream) == [3] and ended == ["free"]
 
 
@@ -205,7 +205,7 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
 ) -> None:
     stream = opened(SharedChannel(connection), tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.say(*(responded(number, n) for n in range(TOGETHER + 1)))
+    scheduler.send(*(responded(number, n) for n in range(TOGETHER + 1)))
     for n in range(TOGETHER + 1):
         assert values([next(stream)]) == [n]
     assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]

@@ -202,12 +202,12 @@ BODIES = {
 def test_over_http(gateway: Rig, path: str) -> None:
     """Nothing of it is done."""
     http = Http(gateway.port)
-    said = len(gateway.heard)
+    said = len(gateway.received)
     reply = http.post(path, BODIES[path])
     http.close()
     assert reply.status == 400
     assert "duplicate key '" in reply.error
-    assert len(gateway.heard) == said
+    assert len(gateway.received) == said
 
 
 def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:

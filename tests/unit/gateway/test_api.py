@@ -190,7 +190,7 @@ def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http
 
 def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     for live, ready in ((True, True), (True, False), (False, False), (True, True)):
-        gateway.tell(HealthChanged(live=live, ready=ready, exiting=False))
+        gateway.send(HealthChanged(live=live, ready=ready, exiting=False))
         gateway.apply(lambda number: RegionWithdrawn("", 0, number))
         assert http.get("/v2/health/live").status == (200 if live else 400)
         assert http.get("/v2/health/ready").status == (200 if ready else 400)
@@ -267,7 +267,7 @@ def test_the_index_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     gateway.payloads[m.IndexRepository] = {"models": rows}
     assert http.post("/v2/repository/index").ok().json() == rows
     assert http.post("/v2/repository/any/index", {"ready": True}).ok().json() == rows
-    assert [message.ready for message in gateway.heard_of(m.IndexRepository)] == [False, True]
+    assert [message.ready for message in gateway.received_of(m.IndexRepository)] == [False, True]
     wrong = http.post("/v2/repository/index", {"ready": 1})
     assert (wrong.status, wrong.error) == (400, "Invalid value for 'ready': expected a boolean")
 
@@ -280,9 +280,9 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
     http.post(f"{path}/load", {"parameters": {"config": "{}", **files}}).ok()
     http.post(f"{path}/unload").ok()
     http.post(f"{path}/unload", {"parameters": {"unload_dependents": True}}).ok()
-    loads = [(x.name, x.config, x.files) for x in gateway.heard_of(m.LoadModel)]
+    loads = [(x.name, x.config, x.files) for x in gateway.received_of(m.LoadModel)]
     assert loads == [("a.model", "", {}), ("a.model", "{}", {"1/model.py": contents})]
-    unloads = [(x.name, x.unload_dependents) for x in gateway.heard_of(m.UnloadModel)]
+    unloads = [(x.name, x.unload_dependents) for x in gateway.received_of(m.UnloadModel)]
     assert unloads == [("a.model", False), ("a.model", True)]
 
 
@@ -311,11 +311,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
 def test_wrong_repository_requests_do_not_reach_the_supervisor(
     gateway: Rig, http: Http, path: str, body: Any, status: int, text: str
 ) -> None:
-    before = len(gateway.heard)
+    before = len(gateway.received)
     reply = http.post(f"/v2/repository/{path}", body)
     assert reply.status == status
     assert text in reply.error
-    assert len(gateway.heard) == before
+    assert len(gateway.received) == before
 
 
 def test_errors_of_the_supervisor_are_returned(gateway: Rig, http: Http) -> None:
@@ -329,7 +329,7 @@ def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
     path = "/v2/repository/models/slow/load"
 
     def asked() -> list[m.LoadModel]:
-        return [message for message in gateway.heard_of(m.LoadModel) if message.name == "slow"]
+        return [message for message in gateway.received_of(m.LoadModel) if message.name == "slow"]
 
     with raw_connection(gateway.port) as connection:
         connection.sendall(
@@ -337,7 +337,7 @@ def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
         )
         until("the supervisor is asked", asked)
     (message,) = asked()
-    gateway.tell(m.Answered(message.id, {}), m.Refused(message.id, "INTERNAL", "late"))
+    gateway.send(m.Answered(message.id, {}), m.Refused(message.id, "INTERNAL", "late"))
     gateway.payloads[m.LoadModel] = {}
     http.post("/v2/repository/models/next/load").ok()
 
@@ -351,12 +351,12 @@ def test_regions_are_registered_by_the_supervisor(gateway: Rig, http: Http) -> N
     http.post(f"{path}/region/r/register", {"key": "/key", "byte_size": 2**63 - 1}).ok()
     http.unregister("r").ok()
     http.unregister().ok()
-    registered = gateway.heard_of(RegisterRegion)
+    registered = gateway.received_of(RegisterRegion)
     assert [(x.name, x.key, x.offset, x.byte_size) for x in registered] == [
         ("a region", "/key", 0, 64),
         ("r", "/key", 0, 2**63 - 1),
     ]
-    assert [x.name for x in gateway.heard_of(UnregisterRegion)] == ["r", ""]
+    assert [x.name for x in gateway.received_of(UnregisterRegion)] == ["r", ""]
     gateway.refusals[RegisterRegion] = (
         "ALREADY_EXISTS",
         "shared memory region 'r' already in manager",
@@ -368,12 +368,12 @@ def test_regions_are_registered_by_the_supervisor(gateway: Rig, http: Http) -> N
 @pytest.mark.parametrize("value", [True, -1, 1.0, "1", None, 2**63, 2**70, [], {}])
 @pytest.mark.parametrize("field", ["byte_size", "offset"])
 def test_sizes_are_whole_numbers(gateway: Rig, http: Http, field: str, value: Any) -> None:
-    before = len(gateway.heard)
+    before = len(gateway.received)
     body = {"key": "/key", "byte_size": 64, "offset": 0, field: value}
     reply = http.post("/v2/systemsharedmemory/region/r/register", body)
     assert reply.status == 400
     assert reply.error.startswith(f"'{field}' must be an integer in [0, 9223372036854775807], got ")
-    assert len(gateway.heard) == before
+    assert len(gateway.received) == before
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
     gateway.apply(lambda number: RegionWithdrawn("b", 1, number))
     gateway.apply(lambda number: RegionWithdrawn("a", 2, number))
     assert http.regions().json() == []
-    assert RegionReleased(1) in gateway.heard
+    assert RegionReleased(1) in gateway.received
     inputs = [
         {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "parameters": in_region("a", 64)}
     ]

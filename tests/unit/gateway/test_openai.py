@@ -74,7 +74,7 @@ def test_a_completion_in_chunks_and_whole() -> None:
 
 def test_zero_logprobs_are_requested() -> None:
     """Completions have the number of alternatives, which may be 0; chats have true."""
-    requested = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
+    requested: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
     not_requested: list[dict[str, Any]] = [{}, {"logprobs": None}, {"logprobs": False}]
     assert all(map(bodies.wants_logprobs, requested))
     assert not any(map(bodies.wants_logprobs, not_requested))

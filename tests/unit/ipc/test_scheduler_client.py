@@ -23,7 +23,7 @@ from shmserve.ipc.scheduler_client import (
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, Packed, pack_inferred
-from tests.rigs.scheduler_rig import work_in_place
+from tests.rigs.scheduler_rig import in_place_work
 
 OLD, NEW = "ipc://old", "ipc://new"
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
@@ -279,7 +279,7 @@ def test_what_a_lost_scheduler_had(client: Client, successor: str) -> None:
             client,
             number=number,
             request_id="me",
-            work=work_in_place() if number == 3 else REQUEST,
+            work=in_place_work() if number == 3 else REQUEST,
         )
         for number in range(1, 7)
     )

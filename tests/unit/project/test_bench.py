@@ -152,10 +152,10 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
         assert 1 < processes.pss_mb(child.pid) < 1000
         assert processes.cpu_s(child.pid) >= 0
         assert len(processes.living(members)) == 2
-        assert not processes.wait_gone(members, 0.02)
+        assert not processes.wait_exited(members, 0.02)
     finally:
         child.communicate(b"\n")
-    assert processes.wait_gone(members, 5)
+    assert processes.wait_exited(members, 5)
     assert processes.signal_all(members, 9) == []
 
 

@@ -26,11 +26,11 @@ from tests.rigs.scheduler_rig import (
     GATEWAY,
     MS,
     Rig,
+    in_place_work,
     ok,
     ready_rig,
     response_in_arena,
     schema_of,
-    work_in_place,
 )
 from tests.support.texts import EXPIRED
 
@@ -618,9 +618,9 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     """It would give something else than its answer."""
     rig = Rig({})
     rig.start(0, 100)
-    begun = rig.submit(2, work=work_in_place())
+    begun = rig.submit(2, work=in_place_work())
     rig.execute()
-    (waiting,) = rig.submit(work=work_in_place())
+    (waiting,) = rig.submit(work=in_place_work())
     rig.supervisor(ProcessExited(100, "signal 9"))
     text = (
         "the model's worker died while running this request (signal 9); its outputs go over its "

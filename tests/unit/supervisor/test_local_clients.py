@@ -33,7 +33,7 @@ from shmserve.supervisor.local_clients.server import (
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.process_rig import RecordedProcesses
 from tests.rigs.region_rig import policy
 from tests.support.regions import SharedObject
 
@@ -84,7 +84,7 @@ async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Pat
     """It said hello and shared memory in one message: all of it goes with the program."""
     left = asyncio.Event()
     capabilities = Capabilities(bytes(32))
-    registry = LocalMemory(capabilities, RegionOpener(POLICY), ToldProcesses(), print)
+    registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
     nobody: Any = None
 
     def gone(number: int) -> None:
@@ -106,7 +106,7 @@ async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Pat
 
 
 def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> None:
-    told = ToldProcesses()
+    told = RecordedProcesses()
     memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), told, lambda event: None)
     client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
     with SharedObject(8192) as object_, memfd() as sealed:
@@ -134,7 +134,9 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
     folder: Path, packet: bytes
 ) -> None:
     never: Any = object()
-    registry = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), ToldProcesses(), print)
+    registry = LocalMemory(
+        Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print
+    )
     local_clients = LocalClientServer(
         folder,
         NO_GROUP,

@@ -27,7 +27,7 @@ from shmserve.ipc.transport import dealer
 from shmserve.workers.bls.calls import UnaryBlsCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter
-from tests.rigs.called_models import Others, finished, work
+from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
 from tests.support.waiting import until
 
@@ -39,8 +39,8 @@ def rigged(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
-    made = Others(tmp_path, rigged.supervisor)
+def others(rigged: Rig, tmp_path: Path) -> Iterator[CalledModels]:
+    made = CalledModels(tmp_path, rigged.supervisor)
     rigged.context.control.send(WorkerStarted(1))
     made.supervisor.next(WorkerStarted)  # type: ignore[type-var]
     yield made
@@ -86,7 +86,7 @@ def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
     return finished(submit, tensor("Y", 2 * array, memory_range), note="doubled")
 
 
-def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
+def test_a_call_and_its_answer(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     what = request(
         outputs=["Y"],
@@ -97,7 +97,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
         timeout_us=10,
     )
     running = others.run(call, calls, what)
-    question = others.found("s1")
+    question = others.answer_find("s1")
     assert (question.name, question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
     assert (submit.request_id, submit.timeout_us) == ("me", 10)
@@ -105,71 +105,73 @@ def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
     assert (inference.parameters, submit.correlation_id, submit.flags) == (what.parameters, 7, 1)
-    scheduler.say(doubled(submit))
+    scheduler.send(doubled(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
     assert reply.parameters == {"note": "doubled"}
     reply.outputs[0].numpy()[:] = 0  # it is the model's own
 
 
-def test_where_a_model_is_is_asked_once(calls: CallRouter, others: Others) -> None:
+def test_where_a_model_is_is_asked_once(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     for turn in range(3):
         running = others.run(call, calls, request())
         if not turn:
-            others.found("s1")
-        scheduler.say(doubled(scheduler.next(m.Submit)))
+            others.answer_find("s1")
+        scheduler.send(doubled(scheduler.next(m.Submit)))
         running.result(10)
     calls.invalidate("other")
     running = others.run(call, calls, request())
-    others.found("s1")
-    scheduler.say(doubled(scheduler.next(m.Submit)))
+    others.answer_find("s1")
+    scheduler.send(doubled(scheduler.next(m.Submit)))
     running.result(10)
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
-def test_a_call_ends_when_its_caller_does(calls: CallRouter, others: Others, own_us: int) -> None:
+def test_a_call_ends_when_its_caller_does(
+    calls: CallRouter, others: CalledModels, own_us: int
+) -> None:
     scheduler = others.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
     running = others.run(call, calls, request(timeout_us=own_us, deadline_ns=deadline_ns))
-    others.found("s1")
+    others.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert submit.deadline_ns == deadline_ns
-    scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
+    scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
     with pytest.raises(Unavailable, match="Request timeout expired"):
         running.result(10)
 
 
-def test_errors(calls: CallRouter, others: Others) -> None:
+def test_errors(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request(model="nobody"))
     question = others.supervisor.next(FindModel)
-    others.supervisor.say(Refused(question.id, "NOT_FOUND", "no such model"))
+    others.supervisor.send(Refused(question.id, "NOT_FOUND", "no such model"))
     with pytest.raises(NotFound, match="no such model"):
         running.result(10)
 
     running = others.run(call, calls, request(outputs=["Z"]))
-    others.found("s1")
+    others.answer_find("s1")
     with pytest.raises(InvalidArgument, match="unexpected inference output 'Z'"):
         running.result(10)
 
     running = others.run(call, calls, request())
     submit = scheduler.next(m.Submit)
-    scheduler.say(m.Failed(submit.id, "INVALID_ARG", "not these numbers", 0, False))
+    scheduler.send(m.Failed(submit.id, "INVALID_ARG", "not these numbers", 0, False))
     with pytest.raises(InvalidArgument, match="not these numbers"):
         running.result(10)
 
 
-def test_a_malformed_answer_is_an_error(calls: CallRouter, others: Others) -> None:
+def test_a_malformed_answer_is_an_error(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
-    others.found("s1")
-    scheduler.say(m.Finished(scheduler.next(m.Submit).id, b"garbage", []))
+    others.answer_find("s1")
+    scheduler.send(m.Finished(scheduler.next(m.Submit).id, b"garbage", []))
     with pytest.raises(ShmserveError, match="internal error"):
         running.result(10)
 
 
-def test_large_tensors_lie_in_memory(calls: CallRouter, others: Others) -> None:
+def test_large_tensors_lie_in_memory(calls: CallRouter, others: CalledModels) -> None:
     """The caller's arena keeps the input until the answer; the output is copied and released."""
     scheduler = others.scheduler("s1")
     theirs, mappings = Arena(MIB), Mappings()
@@ -177,7 +179,7 @@ def test_large_tensors_lie_in_memory(calls: CallRouter, others: Others) -> None:
     for turn in range(3):
         running = others.run(call, calls, request(big))
         if not turn:
-            others.found("s1")
+            others.answer_find("s1")
         submit = scheduler.next(m.Submit)
         (given,) = work(submit).inputs
         assert isinstance(given.data, Range)
@@ -186,28 +188,30 @@ def test_large_tensors_lie_in_memory(calls: CallRouter, others: Others) -> None:
         assert (taken == big).all()
         memory_range = theirs.allocate(big.nbytes)
         theirs.view(memory_range)[:] = (taken + turn).tobytes()
-        scheduler.say(finished(submit, TensorRef("Y", "FP32", given.shape, memory_range)))
+        scheduler.send(finished(submit, TensorRef("Y", "FP32", given.shape, memory_range)))
         assert values(running.result(10)) == (big + turn).tolist()
         release = scheduler.next(m.Release)
         assert release == m.Release(theirs.memory.pid, [memory_range.offset])
         theirs.free(memory_range.offset)
 
 
-def test_inputs_in_memory_of_the_request_stay_there(calls: CallRouter, others: Others) -> None:
+def test_inputs_in_memory_of_the_request_stay_there(
+    calls: CallRouter, others: CalledModels
+) -> None:
     scheduler, region = others.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
     what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
     running = others.run(call, calls, what)
-    others.found("s1")
+    others.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert work(submit).inputs[0].data == memory_range
-    scheduler.say(finished(submit))
+    scheduler.send(finished(submit))
     running.result(10)
     region.close()
 
 
 def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
-    calls: CallRouter, others: Others
+    calls: CallRouter, others: CalledModels
 ) -> None:
     scheduler = others.scheduler("s1")
     big = np.zeros(INLINE_LIMIT)
@@ -215,11 +219,11 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
     def offset(expect_question: bool, *before: m.Settled) -> tuple[int, int]:
         running = others.run(call, calls, request(big))
         if expect_question:
-            others.found("s1")
+            others.answer_find("s1")
         submit = scheduler.next(m.Submit)
         memory_range = work(submit).inputs[0].data
         assert isinstance(memory_range, Range)
-        scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "too late", 0, True))
+        scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "too late", 0, True))
         with pytest.raises(Unavailable):
             running.result(10)
         return submit.id, memory_range.offset
@@ -227,43 +231,45 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
     first, at = offset(True)
     _, other = offset(False)
     assert at == 0 < other
-    scheduler.say(m.Settled(first))
+    scheduler.send(m.Settled(first))
     while True:  # it is taken with the next call, or the one after
         _, again = offset(False)
         if again == 0:
             return
 
 
-def test_no_memory_left(rigged: Rig, others: Others) -> None:
+def test_no_memory_left(rigged: Rig, others: CalledModels) -> None:
     calls = CallRouter(rigged.context.control, MIB)
     others.scheduler("s1")
     running = others.run(call, calls, request(np.zeros(MIB)))
-    others.found("s1")
+    others.answer_find("s1")
     allowed = r"4194304 bytes .* --arena-byte-size allows 1048576"
     with pytest.raises(InvalidArgument, match=allowed):
         running.result(10)
     calls.close()
 
 
-def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: CallRouter, others: Others) -> None:
+def test_a_lost_scheduler_s_calls_go_to_its_successor(
+    calls: CallRouter, others: CalledModels
+) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
     running = others.run(call, calls, request())
-    others.found("s1")
+    others.answer_find("s1")
     lost = first.next(m.Submit)
-    others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     again = second.next(m.Submit)
     assert again == lost
-    second.say(doubled(again))
+    second.send(doubled(again))
     assert values(running.result(10)) == [2.0, 4.0]
     # New ones go to whom the supervisor names.
     running = others.run(call, calls, request())
-    others.found("s2")
-    second.say(doubled(second.next(m.Submit)))
+    others.answer_find("s2")
+    second.send(doubled(second.next(m.Submit)))
     running.result(10)
 
 
 def test_no_descriptor_for_a_link_to_the_successor(
-    calls: CallRouter, others: Others, monkeypatch: pytest.MonkeyPatch
+    calls: CallRouter, others: CalledModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails, once: nobody waits for a response that cannot come."""
 
@@ -272,74 +278,76 @@ def test_no_descriptor_for_a_link_to_the_successor(
 
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
-    others.found("s1")
+    others.answer_find("s1")
     scheduler.next(m.Submit)
     monkeypatch.setattr(dealer, "Dealer", full)
-    others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
         running.result(10)
     running = others.run(call, calls, request())
-    others.found("s2")
+    others.answer_find("s2")
     with pytest.raises(Unavailable, match="no link"):
         running.result(10)
     assert not calls.schedulers
 
 
-def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: Others) -> None:
+def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: CalledModels) -> None:
     """Its scheduler refuses them, or is gone before it saw them; the model was loaded again."""
     first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
     running = others.run(call, calls, request())
-    others.found("s1")
+    others.answer_find("s1")
     submit = first.next(m.Submit)
-    first.say(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
-    others.found("s2")
+    first.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
+    others.answer_find("s2")
     second.next(m.Submit)
-    others.supervisor.say(SchedulerLost(others.endpoint("s2"), ""))
-    others.found("s3")
-    third.say(doubled(third.next(m.Submit)))
+    others.supervisor.send(SchedulerLost(others.endpoint("s2"), ""))
+    others.answer_find("s3")
+    third.send(doubled(third.next(m.Submit)))
     assert values(running.result(10)) == [2.0, 4.0]
 
 
-def test_a_lost_model_that_nobody_serves_now(calls: CallRouter, others: Others) -> None:
+def test_a_lost_model_that_nobody_serves_now(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
-    others.found("s1")
+    others.answer_find("s1")
     scheduler.next(m.Submit)
-    others.supervisor.say(SchedulerLost(others.endpoint("s1"), ""))
+    others.supervisor.send(SchedulerLost(others.endpoint("s1"), ""))
     question = others.supervisor.next(FindModel)
-    others.supervisor.say(Refused(question.id, "NOT_FOUND", "it is not loaded"))
+    others.supervisor.send(Refused(question.id, "NOT_FOUND", "it is not loaded"))
     with pytest.raises(Internal, match="Model 'other' is not ready"):
         running.result(10)
 
 
-def test_an_unavailable_model_is_asked_for_once_more(calls: CallRouter, others: Others) -> None:
+def test_an_unavailable_model_is_asked_for_once_more(
+    calls: CallRouter, others: CalledModels
+) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
-    others.found("s1")
+    others.answer_find("s1")
     submit = scheduler.next(m.Submit)
-    scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "the queue is full", 1, False))
-    others.found("s1")
+    scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "the queue is full", 1, False))
+    others.answer_find("s1")
     with pytest.raises(Unavailable, match="the queue is full"):
         running.result(10)
-    assert scheduler.silent()
+    assert scheduler.is_silent()
 
 
-def test_news_of_a_withdrawn_model(calls: CallRouter, others: Others) -> None:
+def test_news_of_a_withdrawn_model(calls: CallRouter, others: CalledModels) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
     running = others.run(call, calls, request())
-    others.found("s1")
+    others.answer_find("s1")
     submit = first.next(m.Submit)
-    others.supervisor.say(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
+    others.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
     until("it is heard", lambda: not calls._targets)
-    first.say(doubled(submit))  # what is in flight ends where it is
+    first.send(doubled(submit))  # what is in flight ends where it is
     running.result(10)
     running = others.run(call, calls, request())
-    others.found("s2")
-    second.say(doubled(second.next(m.Submit)))
+    others.answer_find("s2")
+    second.send(doubled(second.next(m.Submit)))
     running.result(10)
 
 
-def test_many_at_once_from_a_coroutine(calls: CallRouter, others: Others) -> None:
+def test_many_at_once_from_a_coroutine(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
 
     async def many() -> list[list[float]]:
@@ -347,14 +355,14 @@ def test_many_at_once_from_a_coroutine(calls: CallRouter, others: Others) -> Non
         return [values(reply) for reply in await asyncio.gather(*replies)]
 
     running = others.run(asyncio.run, many())
-    others.found("s1")
+    others.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
-        scheduler.say(doubled(submit))
+        scheduler.send(doubled(submit))
     assert running.result(10) == [[2.0 * n] for n in range(20)]
 
 
-def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Others) -> None:
+def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
 
     async def impatient() -> list[float]:
@@ -364,16 +372,16 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Oth
         return values(await call_soon(calls, request([5])))
 
     running = others.run(asyncio.run, impatient())
-    others.found("s1")
+    others.answer_find("s1")
     first = scheduler.next(m.Submit)
     # The cancellation is noticed a turn of the loop later, after the next call was begun.
     second = scheduler.next(m.Submit)
     assert scheduler.next(m.Cancel) == m.Cancel(first.id)
-    scheduler.say(m.Failed(first.id, "CANCELLED", "request cancelled", 0, False), doubled(second))
+    scheduler.send(m.Failed(first.id, "CANCELLED", "request cancelled", 0, False), doubled(second))
     assert running.result(10) == [10.0]
 
 
-def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: Others) -> None:
+def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: CalledModels) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
 
     async def both() -> tuple[list[float], str]:
@@ -384,16 +392,16 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: Other
         return values(reply), str(caught.value)
 
     running = others.run(asyncio.run, both())
-    others.found("s1")
+    others.answer_find("s1")
     first.next(m.Submit)
     first.next(m.Submit)
-    others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
-    second.say(doubled(second.next(m.Submit)))
-    second.say(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
+    others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    second.send(doubled(second.next(m.Submit)))
+    second.send(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
     assert running.result(10) == ([2.0, 4.0], "no")
 
 
-def test_threads_take_answers_for_each_other(calls: CallRouter, others: Others) -> None:
+def test_threads_take_answers_for_each_other(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     running = [others.run(call, calls, request([n])) for n in range(6)]
     asked = 0
@@ -402,26 +410,26 @@ def test_threads_take_answers_for_each_other(calls: CallRouter, others: Others) 
     def all_are_submitted() -> bool:
         nonlocal asked
         # As many threads ask where it is as begin before the first has been told.
-        if not others.supervisor.silent():
-            others.found("s1")
+        if not others.supervisor.is_silent():
+            others.answer_find("s1")
             asked += 1
-        if not scheduler.silent():
+        if not scheduler.is_silent():
             submits.append(scheduler.next(m.Submit))
         return len(submits) == 6
 
     until("all are submitted", all_are_submitted, 10)
     assert asked <= 6
     for submit in submits:
-        scheduler.say(doubled(submit))
+        scheduler.send(doubled(submit))
     assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
 
 
 def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
-    calls: CallRouter, others: Others
+    calls: CallRouter, others: CalledModels
 ) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request([1]))
-    others.found("s1")
+    others.answer_find("s1")
     first = scheduler.next(m.Submit)
 
     async def one() -> list[float]:
@@ -429,32 +437,34 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
 
     other = others.run(asyncio.run, one())
     second = scheduler.next(m.Submit)
-    scheduler.say(doubled(second), doubled(first))
+    scheduler.send(doubled(second), doubled(first))
     assert other.result() == [4.0]
     assert values(running.result(10)) == [2.0]
 
 
-def test_a_process_that_exits_takes_its_memory_along(calls: CallRouter, others: Others) -> None:
+def test_a_process_that_exits_takes_its_memory_along(
+    calls: CallRouter, others: CalledModels
+) -> None:
     scheduler, theirs = others.scheduler("s1"), Arena(MIB)
     memory_range = theirs.allocate(8)
     running = others.run(call, calls, request())
-    others.found("s1")
-    scheduler.say(doubled(scheduler.next(m.Submit)))
+    others.answer_find("s1")
+    scheduler.send(doubled(scheduler.next(m.Submit)))
     running.result(10)
     before = _descriptors()
 
     running = others.run(call, calls, request())
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
-    scheduler.say(finished(scheduler.next(m.Submit), answer))
+    scheduler.send(finished(scheduler.next(m.Submit), answer))
     running.result(10)
     scheduler.next(m.Release)
     assert _descriptors() > before
 
     running = others.run(call, calls, request())
     submit = scheduler.next(m.Submit)
-    others.supervisor.say(ProcessExited(theirs.memory.pid, ""))
+    others.supervisor.send(ProcessExited(theirs.memory.pid, ""))
     until("it is heard", lambda: not calls.mappings)
-    scheduler.say(doubled(submit))
+    scheduler.send(doubled(submit))
     running.result(10)
     assert _descriptors() == before
     theirs.close()

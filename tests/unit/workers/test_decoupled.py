@@ -198,9 +198,9 @@ def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> Non
     assert arena.used >= 3 * 40_000
     offsets = [
         output.data.offset
-        for seen in model.seen
-        if isinstance(seen, m.ExecutionResponded) and seen.schema
-        for output in inferred_of(seen).outputs
+        for message in model.messages
+        if isinstance(message, m.ExecutionResponded) and message.schema
+        for output in inferred_of(message).outputs
         if isinstance(output.data, Range)
     ]
     model.rig.release(offsets)
@@ -523,7 +523,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[
     model.begin(0)
     pumping()
     assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
-    assert model.rig.said(0.1) == []
+    assert model.rig.sent(0.1) == []
     assert len(model.said) == FIRST_CREDIT + 1
     for granted in range(0, 100 - FIRST_CREDIT, 4):
         model.credit(1, 4)
@@ -573,7 +573,7 @@ def test_responses_with_one_place_go_there_one_by_one(
     pumping()
     for n in (1, 2):
         assert model.responses(1, n) == ["in its place"] * n
-        assert model.rig.said(0.1) == []
+        assert model.rig.sent(0.1) == []
         assert np.frombuffer(region.read(0, 4), "f4")[0] == n
         model.credit(1, 1)
     assert model.responses(1) == ["in its place"] * 3 + ["end"]
@@ -596,7 +596,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
     model.begin(0)
     pumping()
     assert len(model.responses(1, 2)) == 2
-    assert model.rig.said(0.1) == []
+    assert model.rig.sent(0.1) == []
     model.credit(1, 2)
     assert len(model.responses(1)) == 5
 

@@ -191,7 +191,7 @@ def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
     wrong = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
         memory.open(wrong)
-    cuda.forget(exported)
+    cuda.revoke(exported)
     with pytest.raises(InvalidArgument, match="its owner is gone"):
         memory.open(exported.memory())
     with pytest.raises(InvalidArgument, match="cannot be opened"):
@@ -263,7 +263,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
 def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64)
-    cuda.forget(exported)
+    cuda.revoke(exported)
     cuda.broken = True
     with pytest.raises(Unavailable, match="cannot use shared memory on device 0 now"):
         memory.open(exported.memory())
@@ -427,7 +427,7 @@ def test_places_that_are_too_small_or_gone(worker: Rig, cuda: FakeCuda, device: 
         "least 16 bytes to hold the results",
     )
     gone = cuda.export(64)
-    cuda.forget(gone)
+    cuda.revoke(gone)
     replies = worker.batch(
         inference(at(gone.memory(), 0, ROW)),
         inference(tensor("x", ROW)),
@@ -467,7 +467,7 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     gone = cuda.export(64)
     worker.batch(inference(at(gone.memory(), 0, ROW), outputs=out(gone.memory(), 32)))
     worker.context.mappings.drop_all()
-    cuda.forget(gone)
+    cuda.revoke(gone)
     cuda.broken = True
     with pytest.raises(DeviceLost):
         worker.batch(inference(tensor("x", ROW), outputs=out(gone.memory(), 32)))

@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.python.execution import thread_ended
-from tests.rigs.called_models import Others, finished, work
+from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
 BIG = INLINE_LIMIT  # elements of FP32: more than what travels inline
@@ -110,8 +110,8 @@ def region() -> Iterator[Region]:
 
 
 @pytest.fixture
-def others(model: Model, tmp_path: Path) -> Iterator[Others]:
-    made = Others(tmp_path, model.rig.supervisor)
+def others(model: Model, tmp_path: Path) -> Iterator[CalledModels]:
+    made = CalledModels(tmp_path, model.rig.supervisor)
     model.rig.context.control.send(WorkerStarted(1))
     made.supervisor.next(WorkerStarted)  # type: ignore[type-var]
     yield made
@@ -822,27 +822,27 @@ def doubled(submit: Submit) -> Finished:
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
 
 
-def test_a_call(model: Model, others: Others) -> None:
+def test_a_call(model: Model, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     model.serve(CALL)
     running = others.run(model.ask, 1, 2)
-    assert others.found("s1").version == ""
-    scheduler.say(doubled(scheduler.next(Submit)))
-    scheduler.say(doubled(scheduler.next(Submit)))
+    assert others.answer_find("s1").version == ""
+    scheduler.send(doubled(scheduler.next(Submit)))
+    scheduler.send(doubled(scheduler.next(Submit)))
     assert running.result(10) == [[2], [4]]
 
 
-def test_a_call_ends_with_the_request_it_is_for(model: Model, others: Others) -> None:
+def test_a_call_ends_with_the_request_it_is_for(model: Model, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     model.serve(CALL)
     deadline_ns = time.monotonic_ns() + 10**10
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
     running = others.run(lambda: model.ask(1, deadline_ns=deadline_ns, parameters=parameters))
-    assert others.found("s1").version == "1"
+    assert others.answer_find("s1").version == "1"
     submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
     assert submit.request_id == "q"
-    scheduler.say(Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
+    scheduler.send(Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
     assert running.result(10) == ["Request timeout expired"]
 
 
@@ -863,26 +863,26 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, others: Others) ->
     ],
 )
 def test_a_call_of_nobody(
-    model: Model, others: Others, answer: Callable[[m.FindModel], Any], code: str, text: str
+    model: Model, others: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
 ) -> None:
     model.serve(CALL)
     running = others.run(model.rig.batch, inference(x(1)))
-    others.supervisor.say(answer(others.supervisor.next(m.FindModel)))
+    others.supervisor.send(answer(others.supervisor.next(m.FindModel)))
     (reply,) = running.result(10)
     assert (reply.code, reply.message) == (code, text)
 
 
-def test_a_call_that_does_not_fit(model: Model, others: Others) -> None:
+def test_a_call_that_does_not_fit(model: Model, others: CalledModels) -> None:
     model.serve(CALL.replace("[None]", "[None].astype('f8')"))
     running = others.run(model.ask, 1)
-    others.found("s1")
+    others.answer_find("s1")
     assert running.result(10) == [
         "Model other - Error when running inference: [request id: <id_unknown>] inference input "
         "'X' data-type is 'FP64', but model 'other' expects 'FP32'"
     ]
 
 
-def test_calls_at_the_same_time(model: Model, others: Others) -> None:
+def test_calls_at_the_same_time(model: Model, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     model.serve(
         """
@@ -906,17 +906,19 @@ def test_calls_at_the_same_time(model: Model, others: Others) -> None:
         """
     )
     running = others.run(model.ask, 1, 2, 3)
-    others.found("s1")
+    others.answer_find("s1")
     submits = [scheduler.next(Submit) for _ in range(6)]
     failing = submits[4]
-    scheduler.say(Failed(failing.id, "INVALID_ARG", "not three", 0, False))
+    scheduler.send(Failed(failing.id, "INVALID_ARG", "not three", 0, False))
     for submit in submits:
         if submit is not failing:
-            scheduler.say(doubled(submit))
+            scheduler.send(doubled(submit))
     assert running.result(10) == [[6], [12], "not three"]
 
 
-def test_an_input_is_passed_on_where_it_is(model: Model, others: Others, region: Region) -> None:
+def test_an_input_is_passed_on_where_it_is(
+    model: Model, others: CalledModels, region: Region
+) -> None:
     scheduler = others.scheduler("s1")
     model.serve(
         """
@@ -933,10 +935,10 @@ def test_an_input_is_passed_on_where_it_is(model: Model, others: Others, region:
     array = np.ones((1, BIG // 4), np.float32)
     memory_range = region.write(0, array)
     running = others.run(model.rig.batch, inference(tensor("X", array, memory_range)))
-    others.found("s1")
+    others.answer_find("s1")
     submit = scheduler.next(Submit)
     assert work(submit).inputs[0].data == memory_range
-    scheduler.say(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
+    scheduler.send(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
     (reply,) = running.result(10)
     assert reply.array("Y").tolist() == [[1]]
 
@@ -956,7 +958,7 @@ def test_no_calls_while_loading(model: Model, tmp_path: Path) -> None:
     assert isinstance(text, str) and "only supported during the 'execute' function" in text
 
 
-def test_loading_other_models(model: Model, others: Others) -> None:
+def test_loading_other_models(model: Model, others: CalledModels) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -981,12 +983,12 @@ def test_loading_other_models(model: Model, others: Others) -> None:
     running = others.run(model.ask, 0)
     load = supervisor.next(m.LoadModel)
     assert (load.name, load.config, load.files) == ("other", "{}", {"1/model.py": b"x"})
-    supervisor.say(m.Answered(load.id, {}))
+    supervisor.send(m.Answered(load.id, {}))
     unload = supervisor.next(m.UnloadModel)  # type: ignore[type-var]
     assert (unload.name, unload.unload_dependents) == ("other", True)
-    supervisor.say(m.Answered(unload.id, {}))
-    assert others.found("s1").version == "2"
+    supervisor.send(m.Answered(unload.id, {}))
+    assert others.answer_find("s1").version == "2"
     question = supervisor.next(m.FindModel)
-    supervisor.say(m.Refused(question.id, "NOT_FOUND", "no"))
-    supervisor.say(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
+    supervisor.send(m.Refused(question.id, "NOT_FOUND", "no"))
+    supervisor.send(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
     assert running.result(10) == [[1, 0]]

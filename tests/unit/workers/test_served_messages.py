@@ -80,7 +80,7 @@ def test_a_backend_serves_messages_of_its_own(
         instance.serve_commands()
         assert backend.steps == [(7, [False, True]), (-1, [])]
         assert instance._live == 1 and not link.has_open
-        first, second, finished = made.said()
+        first, second, finished = made.sent()
         assert (first.key, first.code, first.final) == (1, "", True)
         answer = inferred_of(first).outputs[0]
         assert answer.data == np.array([6.0], np.float32).tobytes()
@@ -94,5 +94,5 @@ def test_batches_are_the_default(tmp_path: Path) -> None:
         made.serve(backend, CONFIG)
         made.instance.link._take(m.Execute(3, [work(1, 1.0)], live=4))
         made.instance.serve_commands()
-        (finished,) = made.said()
+        (finished,) = made.sent()
         assert (finished.batch, len(finished.replies), made.instance._live) == (3, 1, 4)

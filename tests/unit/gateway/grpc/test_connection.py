@@ -31,7 +31,7 @@ _PADDED = 8  # a flag
 
 def test_a_response_is_written_in_one_piece() -> None:
     async def play(scene: Scene) -> None:
-        scene.ask(1, b"one")
+        scene.call(1, b"one")
         ((raw, call),) = scene.calls
         assert raw == b"one" and call.time_remaining() is None
         call.finish(b"two")
@@ -79,13 +79,13 @@ def test_a_large_message_is_received_in_place() -> None:
         sink: Any = TensorSink(len(data))
         scene.sinks = lambda *_: sink
         sent = message(data)
-        scene.say(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
-        scene.say(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
+        scene.send(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
+        scene.send(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
         ((raw, call),) = scene.calls
         assert raw == data and not sink.remaining and sink.copied < 3 * LARGE
         assert not scene.transport.frames()
         call.finish(b"")
-        scene.say(frame(DATA, END_STREAM, 1))
+        scene.send(frame(DATA, END_STREAM, 1))
 
     played(play)
 
@@ -93,7 +93,7 @@ def test_a_large_message_is_received_in_place() -> None:
 def test_a_call_that_is_reset_at_once_never_begins() -> None:
     async def play(scene: Scene) -> None:
         asked = frame(DATA, END_STREAM, 1, message(b"abc"))
-        scene.say(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
+        scene.send(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
         assert not scene.begun
 
     played(play)
@@ -102,12 +102,12 @@ def test_a_call_that_is_reset_at_once_never_begins() -> None:
 def test_a_disconnect_is_reported_once() -> None:
     async def play(scene: Scene) -> None:
         reports: list[str] = []
-        scene.ask(1)
+        scene.call(1)
         call = scene.calls[0][1]
         call.on_disconnect = lambda: reports.append("gone")
         call.on_ended = lambda: reports.append("over")
-        scene.say(frame(RESET, 0, 1, bytes(4)))
-        scene.say(frame(RESET, 0, 1, bytes(4)))
+        scene.send(frame(RESET, 0, 1, bytes(4)))
+        scene.send(frame(RESET, 0, 1, bytes(4)))
         assert reports == ["gone", "over"] and call.done
         call.finish(b"late")
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
@@ -118,12 +118,12 @@ def test_a_disconnect_is_reported_once() -> None:
 def test_a_deadline_ends_a_call() -> None:
     async def play(scene: Scene) -> None:
         reports: list[str] = []
-        scene.ask(1, b"abc", (b"grpc-timeout", b"2S"))
+        scene.call(1, b"abc", (b"grpc-timeout", b"2S"))
         call = scene.calls[0][1]
         call.on_disconnect = lambda: reports.append("gone")
         left_s = call.time_remaining()
         assert left_s is not None and 0 < left_s <= 2
-        await scene.clock.go_on(2.1)
+        await scene.clock.advance(2.1)
         assert scene.statuses()[1].startswith(b"4") and reports == ["gone"]
 
     played(play)
@@ -132,11 +132,11 @@ def test_a_deadline_ends_a_call() -> None:
 def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: Scene) -> None:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
-        scene.say(scene.head(1) + scene.head(3))
-        scene.say(frame(DATA, 0, 3, message(bytes(100))[:50]))
-        scene.ask(5)
+        scene.send(scene.head(1) + scene.head(3))
+        scene.send(frame(DATA, 0, 3, message(bytes(100))[:50]))
+        scene.call(5)
         for _ in range(6):
-            await scene.clock.go_on(PATIENCE_S / 4)
+            await scene.clock.advance(PATIENCE_S / 4)
         found = scene.statuses()
         assert {stream: status[:2] for stream, status in found.items()} == {1: b"14", 3: b"14"}
         assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
@@ -157,8 +157,8 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
     async def play(scene: Scene) -> None:
-        scene.say(scene.head(1) + frame(DATA, END_STREAM, 1, data))
-        await scene.clock.go_on(0)
+        scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))
+        await scene.clock.advance(0)
         assert scene.statuses()[1].startswith(status)
 
     played(play)
@@ -166,13 +166,13 @@ def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
 
 def test_a_flood_waits_for_its_next_turn() -> None:
     async def play(scene: Scene) -> None:
-        scene.say(frame(PING, 0, 0, bytes(8)) * 500)
+        scene.send(frame(PING, 0, 0, bytes(8)) * 500)
         answered = len(scene.transport.frames())
         assert answered < 500 and not scene.transport.reading
-        await scene.clock.go_on(0.001)
+        await scene.clock.advance(0.001)
         assert not scene.transport.frames()
         for _ in range(1000):
-            await scene.clock.go_on(0.1)
+            await scene.clock.advance(0.1)
             answered += len(scene.transport.frames())
             if scene.transport.reading:
                 break
@@ -188,25 +188,25 @@ def test_many_calls_at_once_are_begun_in_turns() -> None:
             scene.head(number) + asked[:5] + number.to_bytes(4, "big") + asked[9:]
             for number in range(1, 401, 2)
         )
-        scene.say(calls)
+        scene.send(calls)
         assert 0 < len(scene.calls) < 200
-        await scene.clock.go_on(0)
+        await scene.clock.advance(0)
         assert len(scene.calls) == 200 and scene.transport.reading
 
     played(play)
 
 
 def test_a_protocol_violation_ends_the_connection() -> None:
-    """It is told at once, and what it has asked for is given up; the socket lingers."""
+    """It is reports at once, and what it has asked for is given up; the socket lingers."""
 
     async def play(scene: Scene) -> None:
         reports: list[str] = []
-        scene.ask(1)
+        scene.call(1)
         scene.calls[0][1].on_disconnect = lambda: reports.append("gone")
-        scene.say(frame(WINDOW, 0, 0, bytes(4)))
+        scene.send(frame(WINDOW, 0, 0, bytes(4)))
         assert scene.transport.frames()[-1][0] == GO_AWAY
         assert reports == ["gone"] and not scene.connection.open and not scene.transport.closed
-        await scene.clock.go_on(1)
+        await scene.clock.advance(1)
         assert scene.transport.closed
 
     played(play)
@@ -214,19 +214,19 @@ def test_a_protocol_violation_ends_the_connection() -> None:
 
 def test_a_silent_client_receives_a_ping() -> None:
     async def play(scene: Scene) -> None:
-        await scene.clock.go_on(1.1)
+        await scene.clock.advance(1.1)
         assert not scene.transport.frames()  # nothing is asked of who has no call
-        scene.ask(1)
-        await scene.clock.go_on(1.1)  # something came since the last look
-        await scene.clock.go_on(1.1)
+        scene.call(1)
+        await scene.clock.advance(1.1)  # something came since the last look
+        await scene.clock.advance(1.1)
         ((kind, flags, _, payload),) = scene.transport.frames()
         assert (kind, flags) == (PING, 0)
-        scene.say(frame(PING, ACK, 0, payload))
-        await scene.clock.go_on(0.6)
+        scene.send(frame(PING, ACK, 0, payload))
+        await scene.clock.advance(0.6)
         assert not scene.transport.aborted
-        await scene.clock.go_on(1.1)
-        await scene.clock.go_on(1.1)
-        await scene.clock.go_on(1.1)
+        await scene.clock.advance(1.1)
+        await scene.clock.advance(1.1)
+        await scene.clock.advance(1.1)
         assert scene.transport.aborted
 
     played(play, keepalive_time_ms=1000, keepalive_timeout_ms=500)
@@ -235,9 +235,9 @@ def test_a_silent_client_receives_a_ping() -> None:
 def test_too_many_pings_end_a_connection_if_limited() -> None:
     async def play(scene: Scene) -> None:
         for _ in range(3):
-            scene.say(frame(PING, 0, 0, bytes(8)))
+            scene.send(frame(PING, 0, 0, bytes(8)))
         assert scene.connection.open
-        scene.say(frame(PING, 0, 0, bytes(8)))
+        scene.send(frame(PING, 0, 0, bytes(8)))
         kind, _, _, payload = scene.transport.frames()[-1]
         assert kind == GO_AWAY and payload.endswith(b"too_many_pings")
 
@@ -246,21 +246,21 @@ def test_too_many_pings_end_a_connection_if_limited() -> None:
 
 def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
     async def play(scene: Scene) -> None:
-        scene.ask(1)
-        await scene.clock.go_on(1.2)
+        scene.call(1)
+        await scene.clock.advance(1.2)
         (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
         assert (kind, last[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
-        scene.ask(3)  # was on its way
-        scene.say(frame(PING, ACK, 0, payload))
+        scene.call(3)  # was on its way
+        scene.send(frame(PING, ACK, 0, payload))
         ((kind, _, _, last),) = scene.transport.frames()
         assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
-        scene.ask(5)
+        scene.call(5)
         assert [frame_[:3] for frame_ in scene.transport.frames()] == [(RESET, 0, 5)]
         for _, call in scene.calls:
             assert not scene.transport.closed
             call.finish(b"")
         assert not scene.transport.closed and set(scene.statuses()) == {1, 3}
-        await scene.clock.go_on(0)
+        await scene.clock.advance(0)
         assert scene.transport.closed
 
     played(play, max_connection_age_ms=1000)
@@ -268,19 +268,19 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
 
 def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
     async def play(scene: Scene) -> None:
-        scene.ask(1)
+        scene.call(1)
         scene.connection.shut_down()
         (kind, _, _, last), (_, _, _, payload) = scene.transport.frames()
         assert (kind, last[:4]) == (GO_AWAY, b"\x7f\xff\xff\xff")
         scene.connection.shut_down()
-        scene.ask(3)  # It crossed the GOAWAY.
-        scene.say(frame(PING, ACK, 0, payload))
+        scene.call(3)  # It crossed the GOAWAY.
+        scene.send(frame(PING, ACK, 0, payload))
         ((kind, _, _, last),) = scene.transport.frames()
         assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
         for _, call in scene.calls:
             assert not scene.transport.closed
             call.finish(b"")
-        await scene.clock.go_on(0)
+        await scene.clock.advance(0)
         assert set(scene.statuses()) == {1, 3} and scene.transport.closed
 
     played(play)
@@ -288,11 +288,11 @@ def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
 
 def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
     async def play(scene: Scene) -> None:
-        scene.ask(1)
+        scene.call(1)
         scene.connection.shut_down(refuses=True)
         (_, _, _, first), (_, _, _, last), _ = scene.transport.frames()
         assert (first[:4], last[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
-        scene.ask(3)
+        scene.call(3)
         ((kind, _, stream, code),) = scene.transport.frames()
         assert (kind, stream, code) == (RESET, 3, (7).to_bytes(4, "big"))
         ((_, call),) = scene.calls
@@ -304,9 +304,9 @@ def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> No
 
 def test_calls_of_an_old_connection_end_after_the_grace_period() -> None:
     async def play(scene: Scene) -> None:
-        scene.ask(1)
-        await scene.clock.go_on(1.2)
-        await scene.clock.go_on(0.6)
+        scene.call(1)
+        await scene.clock.advance(1.2)
+        await scene.clock.advance(0.6)
         assert scene.transport.aborted
 
     played(play, max_connection_age_ms=1000, max_connection_age_grace_ms=500)
@@ -316,17 +316,17 @@ def test_a_stream_waits_for_its_client() -> None:
     """A response that the client's window has no room for is waited for."""
 
     async def play(scene: Scene) -> None:
-        scene.say(scene.head(1, STREAM))
-        scene.say(frame(DATA, 0, 1, message(bytes(70_000))[:16384]))
+        scene.send(scene.head(1, STREAM))
+        scene.send(frame(DATA, 0, 1, message(bytes(70_000))[:16384]))
         for at in range(16384, 70_005, 16384):
-            scene.say(frame(DATA, 0, 1, message(bytes(70_000))[at : at + 16384]))
-        scene.say(frame(DATA, END_STREAM, 1, message(b"second")))
-        await scene.clock.go_on(0)
+            scene.send(frame(DATA, 0, 1, message(bytes(70_000))[at : at + 16384]))
+        scene.send(frame(DATA, END_STREAM, 1, message(b"second")))
+        await scene.clock.advance(0)
         sent = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
         assert sum(map(len, sent)) == 65535
         more = (1 << 20).to_bytes(4, "big")
-        scene.say(frame(WINDOW, 0, 0, more) + frame(WINDOW, 0, 1, more))
-        await scene.clock.go_on(0)
+        scene.send(frame(WINDOW, 0, 0, more) + frame(WINDOW, 0, 1, more))
+        await scene.clock.advance(0)
         rest = scene.transport.frames()
         assert rest[-1][0] == HEADERS and rest[-1][1] & END_STREAM
         sent += [payload for kind, _, _, payload in rest if kind == DATA]
@@ -343,11 +343,11 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
             await call.write_all([bytes(1 << 20)])
 
         scene.serve = much
-        scene.say(scene.head(1, STREAM))
-        scene.ask(3)
-        await scene.clock.go_on(0)
+        scene.send(scene.head(1, STREAM))
+        scene.call(3)
+        await scene.clock.advance(0)
         for _ in range(10):
-            await scene.clock.go_on(PATIENCE_S / 4)
+            await scene.clock.advance(PATIENCE_S / 4)
         found = scene.transport.frames()
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in found]
         assert scene.connection.open and not scene.calls[0][1].done
@@ -370,10 +370,10 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         scene.serve = slow
         sent = [message(b"%d" % number) for number in range(9000)]
         data = b"".join(sent[1000:]) + b"\x09" + bytes(4)
-        scene.say(scene.head(1, STREAM))
+        scene.send(scene.head(1, STREAM))
         tracemalloc.start()
         for piece in (*sent[:1000], *(data[at : at + 999] for at in range(0, len(data), 999))):
-            scene.say(frame(DATA, 0, 1, piece))
+            scene.send(frame(DATA, 0, 1, piece))
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert held < 2 * len(data) + 100_000
@@ -391,7 +391,7 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     """A buffer of the socket is larger than what is in it for a stream, and may be used again."""
 
     async def play(scene: Scene) -> None:
-        scene.say(scene.head(1, STREAM))
+        scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
         scene.begun[0].data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
@@ -415,11 +415,11 @@ def test_reading_messages_enlarges_the_window() -> None:
 
         scene.serve = take
         window = scene.connection.front.limits.window
-        scene.say(scene.head(1, STREAM))
+        scene.send(scene.head(1, STREAM))
         sent = granted = updates = 0
         for _ in range(300):
             asked = message(bytes(10_000))
-            scene.say(frame(DATA, 0, 1, asked))
+            scene.send(frame(DATA, 0, 1, asked))
             sent += len(asked)
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -445,8 +445,8 @@ def test_an_ended_stream_ends_its_handler() -> None:
             return None
 
         scene.serve = serve
-        scene.say(scene.head(1, STREAM) + frame(DATA, 0, 1, b"\0"))
-        scene.say(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
+        scene.send(scene.head(1, STREAM) + frame(DATA, 0, 1, b"\0"))
+        scene.send(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
         for call in scene.begun:
             call.on_timeout()
@@ -462,8 +462,8 @@ def test_requests_and_responses_are_compressed() -> None:
         small = gzip.compress(bytes(10_000))
         head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
         data = b"\1" + len(small).to_bytes(4, "big") + small
-        scene.say(head + frame(DATA, END_STREAM, 1, data))
-        await scene.clock.go_on(0)
+        scene.send(head + frame(DATA, END_STREAM, 1, data))
+        await scene.clock.advance(0)
         ((raw, call),) = scene.calls
         assert raw == bytes(10_000)
         call.finish(raw)
@@ -482,7 +482,7 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now)
         scene.connection.pause_writing()
-        scene.ask(1)
+        scene.call(1)
         scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
         assert not scene.statuses()
         assert scene.connection._check_timer is not None
@@ -499,7 +499,7 @@ def test_a_client_that_reads_again_receives_all_responses() -> None:
     async def play(scene: Scene) -> None:
         scene.connection.pause_writing()
         for stream in (1, 3):
-            scene.ask(stream)
+            scene.call(stream)
         scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
         scene.calls[1][1].finish(b"yes")
         assert not scene.statuses()
@@ -514,13 +514,13 @@ def test_a_disconnect_during_compression_cancels_nothing() -> None:
 
     async def play(scene: Scene) -> None:
         reports: list[str] = []
-        scene.ask(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
+        scene.call(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
         call.on_disconnect = lambda: reports.append("gone")
         call.on_ended = lambda: reports.append("over")
         call.finish(bytes(1 << 20))
-        scene.say(frame(RESET, 0, 1, bytes(4)))
-        await scene.clock.go_on(0)
+        scene.send(frame(RESET, 0, 1, bytes(4)))
+        await scene.clock.advance(0)
         assert reports == ["over"]
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 

@@ -111,9 +111,9 @@ def test_responses_of_many_requests_are_interleaved(repeat: Scheduler, stream: S
     stream.ask("a")
     stream.ask("b")
     (peer, a), (_, b) = asked(repeat, 2)
-    repeat.say(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
+    repeat.send(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
-    repeat.say(peer, *(response(a, value) for value in range(10)), end(a))
+    repeat.send(peer, *(response(a, value) for value in range(10)), end(a))
     stream.end()
     assert values(list(stream.call)) == [("a", value, False) for value in range(10)]
 
@@ -121,18 +121,18 @@ def test_responses_of_many_requests_are_interleaved(repeat: Scheduler, stream: S
 def test_a_response_has_the_models_name_and_version(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
-    repeat.say(peer, response(a, 1))
-    streamed = take(stream, 1)[0].infer_response
-    assert (streamed.model_name, streamed.model_version) == ("repeat", "1")
-    assert (streamed.outputs[0].name, streamed.outputs[0].datatype) == ("OUT", "INT32")
-    assert list(streamed.outputs[0].shape) == [1]
+    repeat.send(peer, response(a, 1))
+    said = take(stream, 1)[0].infer_response
+    assert (said.model_name, said.model_version) == ("repeat", "1")
+    assert (said.outputs[0].name, said.outputs[0].datatype) == ("OUT", "INT32")
+    assert list(said.outputs[0].shape) == [1]
 
 
 def test_an_empty_final_response_is_sent_on_request(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("silent")
     stream.ask("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, streamed) = asked(repeat, 2)
-    repeat.say(peer, end(silent), end(streamed))
+    (peer, silent), (_, said) = asked(repeat, 2)
+    repeat.send(peer, end(silent), end(said))
     stream.end()
     (only,) = stream.call
     inferred = only.infer_response
@@ -144,7 +144,7 @@ def test_an_empty_final_response_is_sent_on_request(repeat: Scheduler, stream: S
 def test_an_error_response_does_not_end_the_stream(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
-    repeat.say(peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True))
+    repeat.send(peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True))
     stream.end()
     first, mid, second, last = stream.call
     assert values([first, second]) == [("a", 1, False), ("a", 2, False)]
@@ -159,7 +159,7 @@ def test_an_error_response_does_not_end_the_stream(repeat: Scheduler, stream: St
 def test_a_failed_request_has_one_error_response(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
-    repeat.say(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
+    repeat.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
     stream.end()
     _, failed = stream.call
     assert failed.error_message == "gone"
@@ -171,15 +171,14 @@ def test_an_error_response_ends_a_strict_stream(gateway: Rig, repeat: Scheduler)
     stream.ask("a")
     stream.ask("b")
     (peer, a), (_, b) = asked(repeat, 2)
-    repeat.say(peer, response(a, 1), error(a, "mid"), response(a, 2))
+    repeat.send(peer, response(a, 1), error(a, "mid"), response(a, 2))
     assert values(take(stream, 1)) == [("a", 1, False)]
     with pytest.raises(grpc.RpcError) as caught:
         next(stream.call)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert caught.value.details() == "mid"
     until(
-        "both are cancelled",
-        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, repeat.others)),
+        "both are cancelled", lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, repeat.notices))
     )
     stream.close()
 
@@ -193,7 +192,7 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, repeat: Scheduler) -> N
     for number in range(3):
         stream.ask(str(number))
     waiting = asked(repeat, 3)
-    repeat.say(waiting[0][0], response(waiting[0][1], 1))
+    repeat.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
     until("all are cancelled", lambda: _cancelled(repeat) == {number for _, number in waiting})
@@ -201,11 +200,11 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, repeat: Scheduler) -> N
 
 
 def _cancelled(scheduler: Scheduler) -> set[int]:
-    return {message.id for message in scheduler.others if isinstance(message, m.Cancel)}
+    return {message.id for message in scheduler.notices if isinstance(message, m.Cancel)}
 
 
 def granted(scheduler: Scheduler, number: int) -> int:
-    grants = [message for message in scheduler.others if isinstance(message, m.Credit)]
+    grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     return sum(grant.responses for grant in grants if grant.id == number)
 
 
@@ -227,14 +226,14 @@ def test_credit_is_returned_for_responses_that_are_read(repeat: Scheduler, strea
     sent = 0
     while sent < 1000:
         credit = FIRST_CREDIT + granted(repeat, a) - sent
-        repeat.say(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
+        repeat.send(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
         sent += min(credit, 1000 - sent)
         until_granted(repeat, a, sent - FIRST_CREDIT + 1)
-    repeat.say(peer, end(a))
+    repeat.send(peer, end(a))
     stream.end()
     reader.join(20)
     assert values(got) == [("a", value, False) for value in range(1000)]
-    grants = [message for message in repeat.others if isinstance(message, m.Credit)]
+    grants = [message for message in repeat.notices if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 
 
@@ -249,12 +248,12 @@ def test_a_client_that_does_not_read_receives_no_credit(
     message = m.Responded(number, "", "", *pack_inferred(big), False)
     credit, sent, count_of_other = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
-        repeat.say(peer, *[message] * (credit - sent))
+        repeat.send(peer, *[message] * (credit - sent))
         sent = credit
         count_of_other += 1
         other.ask(f"other {count_of_other}")
         peer, last = asked(repeat, 1 + count_of_other)[-1]
-        repeat.say(peer, response(last, sent, final=True))
+        repeat.send(peer, response(last, sent, final=True))
         assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
         credit = FIRST_CREDIT + granted(repeat, number)
     assert sent * 16000 < 64 << 20
@@ -276,18 +275,18 @@ def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Str
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def released() -> int:
-        releases = [message for message in repeat.others if isinstance(message, m.Release)]
+        releases = [message for message in repeat.notices if isinstance(message, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
-    repeat.say(peer, large(a), large(a), response(a, 1))
+    repeat.send(peer, large(a), large(a), response(a, 1))
     first, second, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
     until("they are released", lambda: released() == 2)
     stream.call.cancel()
     until("it is cancelled", lambda: a in _cancelled(repeat))
-    repeat.say(peer, large(a), end(a))
+    repeat.send(peer, large(a), end(a))
     until("what comes late is released", lambda: released() == 3)
     arena.close()
 
@@ -298,7 +297,7 @@ def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, repeat: Sche
     for number in range(3):
         stream.ask(str(number))
     for peer, request_id in asked(repeat, 3):
-        repeat.say(peer, end(request_id))
+        repeat.send(peer, end(request_id))
     request = pb.ModelInferRequest(model_name="repeat", id="0")
     request.inputs.add(name="IN", datatype="INT32", shape=[1])
     request.raw_input_contents.append(bytes(4))

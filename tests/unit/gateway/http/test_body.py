@@ -97,8 +97,8 @@ async def started(
 ) -> list[asyncio.Task[object]]:
     """Tasks that have waited for 50 ms."""
     tasks = [asyncio.create_task(way) for way in ways]
-    await clock.go_on(0)
-    await clock.go_on(0.05)
+    await clock.advance(0)
+    await clock.advance(0.05)
     return tasks
 
 
@@ -110,16 +110,16 @@ def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], C
         json, tensor = Client(), Client()
         tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
-        await clock.go_on(0.02)
+        await clock.advance(0.02)
         holds = resources_in(arena)
         holds.allocate([MIB])
-        await clock.go_on(0.01)
+        await clock.advance(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
             await tasks[1]
         with pytest.raises(Unavailable):
             resources_in(arena).allocate([MIB])
-        await clock.go_on(0.01)
+        await clock.advance(0.01)
         assert not tasks[0].done()
         holds.release()
         tasks[0].cancel()
@@ -137,7 +137,7 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
         client.content.feed_data(bytes(100))
         with client.body.arrival.registered_block(holds.release):
             await client.body.next()
-            await clock.go_on(0.1)  # as while it is decompressed
+            await clock.advance(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
@@ -168,7 +168,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
 
         # Both in one turn of the loop.
         asyncio.get_running_loop().call_later(0.06, other)
-        await clock.go_on(0.1)
+        await clock.advance(0.1)
         assert others == [None]
         with pytest.raises(BodyTimeout):
             await tasks[0]

@@ -109,7 +109,7 @@ def fail(scheduler: Scheduler, message: str = "no", *, early: bool = False, **mo
     """Fail the first request that is kept."""
     peer, submit = scheduler.waiting.pop(0)
     code, after = more.get("code", "UNAVAILABLE"), more.get("retry_after_s", 0)
-    scheduler.say(peer, Failed(submit.id, code, message, after, early))
+    scheduler.send(peer, Failed(submit.id, code, message, after, early))
     return submit
 
 
@@ -181,9 +181,9 @@ def test_a_malformed_response_is_an_internal_error(gateway: Rig, simple: Schedul
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     peer, submit = simple.waiting.pop()
-    simple.say(peer, Finished(submit.id + 1, b"", []))
-    simple.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
-    simple.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+    simple.send(peer, Finished(submit.id + 1, b"", []))
+    simple.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+    simple.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     assert (caller.reply().status, caller.reply().error) == (500, "internal error")
     simple.held = False
     gateway.http.infer("simple", simple_body()).ok()
@@ -266,8 +266,8 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple: Scheduler) -> No
         send(connection, "simple", simple_body(id="leaves"))
         until("the second request is there", lambda: len(simple.waiting) == 2)
     leaver = next(submit for _, submit in simple.waiting if submit.request_id == "leaves")
-    until("it is cancelled", lambda: Cancel(leaver.id) in simple.others)
-    assert [o for o in simple.others if isinstance(o, Cancel)] == [Cancel(leaver.id)]
+    until("it is cancelled", lambda: Cancel(leaver.id) in simple.notices)
+    assert [o for o in simple.notices if isinstance(o, Cancel)] == [Cancel(leaver.id)]
     simple.answer_all()
     assert remains.reply().ok().json()["id"] == "stays"
 
@@ -279,13 +279,13 @@ def test_outputs_of_a_cancelled_request_are_released(gateway: Rig, simple: Sched
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple.waiting)
-    until("it is cancelled", lambda: simple.others)
+    until("it is cancelled", lambda: simple.notices)
     simple.compute = lambda request: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
     )
     simple.answer_all()
     release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in simple.others)
+    until("its output is released", lambda: release in simple.notices)
     arena.close()
 
 
@@ -305,7 +305,7 @@ def test_the_loss_of_a_scheduler_loses_no_response(
     gateway.schedulers.append(successor)
     if published_first:
         gateway.publish(SIMPLE, successor)
-    gateway.tell(SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.send(SchedulerLost(simple.endpoint, successor.endpoint))
     if not published_first:
         # Nobody has said yet that the model moved: its requests go to the successor all the same.
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
@@ -321,10 +321,10 @@ def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple: Scheduler)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple.waiting)
-    until("it is cancelled", lambda: simple.others)
+    until("it is cancelled", lambda: simple.notices)
     successor = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, successor)
-    gateway.tell(SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.send(SchedulerLost(simple.endpoint, successor.endpoint))
     gateway.http.infer("simple", simple_body(id="next")).ok()
     assert [submit.request_id for submit in successor.submits] == ["next"]
 
@@ -465,7 +465,7 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, large: Sched
     refused = http.infer("large", *large_body(ARENA - 12 * MIB))
     assert refused.status == 503
     assert "server memory for tensors is full" in refused.error
-    large.say(peer, Settled(submit.id))
+    large.send(peer, Settled(submit.id))
     until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
@@ -554,7 +554,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
         reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
     assert np.array_equal(reply.tensors()["OUT"], data)
     release = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release in scheduler.others)
+    until("the output is released", lambda: release in scheduler.notices)
 
 
 def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
@@ -568,12 +568,12 @@ def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> 
         send(connection, "m", body)
         start = connection.recv(1000)
         gateway.http.get("/v2/health/live").ok()
-        assert not scheduler.others
+        assert not scheduler.notices
         chunks = [start]
         while sum(map(len, chunks)) < len(data):  # the head makes it more
             chunks.append(connection.recv(MIB))
         release = Release(os.getpid(), [memory_range.offset])
-        until("it is released", lambda: release in scheduler.others)
+        until("it is released", lambda: release in scheduler.notices)
         while not b"".join(chunks[-2:]).endswith(data[-100:]):
             chunks.append(connection.recv(MIB))
     assert b"".join(chunks).endswith(data)
@@ -589,7 +589,7 @@ def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: A
         send(connection, "m", body)
         assert connection.recv(1000)
     release = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release in scheduler.others)
+    until("the output is released", lambda: release in scheduler.notices)
 
 
 def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
@@ -621,7 +621,7 @@ def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
     request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
     gateway.http.infer("m", request).ok()
     assert arenas() > before
-    gateway.tell(ProcessExited(os.getpid(), ""))
+    gateway.send(ProcessExited(os.getpid(), ""))
     until("the mapping is dropped", lambda: arenas() == before)
 
 
@@ -713,7 +713,7 @@ def test_a_range_must_lie_in_its_region(
     reply = gateway.http.infer("m", region_request(size=size, offset=offset))
     assert (reply.status, reply.error) == (400, text)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    until("it holds nothing", lambda: RegionReleased(5) in gateway.heard)
+    until("it holds nothing", lambda: RegionReleased(5) in gateway.received)
 
 
 def test_a_retired_region_is_usable_and_its_use_is_reported(
@@ -727,18 +727,18 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
     gateway.apply(lambda number: m.RegionRetired(5, number))
     callers.append(ClientIdentity(gateway.port, "m", region_request()))
     until("both are there", lambda: len(through_regions.waiting) == 2)
-    assert gateway.heard_of(RegionInUse) == [RegionInUse(5, True)]
+    assert gateway.received_of(RegionInUse) == [RegionInUse(5, True)]
     assert len(http.regions().json()) == 1
     through_regions.held = False
     through_regions.answer_all()
     for caller in callers:
         caller.reply().ok()
     once = [RegionInUse(5, True), RegionInUse(5, False)]
-    until("it is not used", lambda: gateway.heard_of(RegionInUse) == once)
+    until("it is not used", lambda: gateway.received_of(RegionInUse) == once)
     http.infer("m", region_request()).ok()
-    until("its use is reported again", lambda: gateway.heard_of(RegionInUse) == once * 2)
+    until("its use is reported again", lambda: gateway.received_of(RegionInUse) == once * 2)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    until("it is released", lambda: gateway.heard_of(RegionReleased) == [RegionReleased(5)])
+    until("it is released", lambda: gateway.received_of(RegionReleased) == [RegionReleased(5)])
     assert http.infer("m", region_request()).status == 404
 
 
@@ -756,17 +756,17 @@ def test_a_region_generation_lasts_as_long_as_its_requests(
     gateway.apply(region("r", 6))  # the name is free
     later = ClientIdentity(gateway.port, "m", region_request())
     until("the second request is there", lambda: len(through_regions.waiting) == 2)
-    assert not gateway.heard_of(RegionReleased)
+    assert not gateway.received_of(RegionReleased)
     through_regions.answer_all()
     caller.reply().ok()
     later.reply().ok()
-    until("the old one is released", lambda: gateway.heard_of(RegionReleased))
+    until("the old one is released", lambda: gateway.received_of(RegionReleased))
     ids = [range_of(submit).memory.id for submit in through_regions.submits]
     assert ids == [5, 6]
     gateway.apply(lambda number: m.RegionWithdrawn("r", 6, number))
     until(
         "both are",
-        lambda: gateway.heard_of(RegionReleased) == [RegionReleased(5), RegionReleased(6)],
+        lambda: gateway.received_of(RegionReleased) == [RegionReleased(5), RegionReleased(6)],
     )
 
 
@@ -785,7 +785,7 @@ def test_a_changed_region_invalidates_templates(
         for _ in range(3):
             gateway.http.infer("m", body).ok()
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
-    until("both are released", lambda: len(gateway.heard_of(RegionReleased)) == 2)
+    until("both are released", lambda: len(gateway.received_of(RegionReleased)) == 2)
     memory_ranges = [
         inference_of(submit).outputs[0].memory_range for submit in through_regions.submits
     ]
@@ -810,9 +810,9 @@ def test_a_region_is_in_use_until_the_scheduler_responds(
     submit = fail(through_regions, early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    assert not gateway.heard_of(RegionReleased)
-    through_regions.say(peer, Settled(submit.id))
-    until("it is released", lambda: gateway.heard_of(RegionReleased))
+    assert not gateway.received_of(RegionReleased)
+    through_regions.send(peer, Settled(submit.id))
+    until("it is released", lambda: gateway.received_of(RegionReleased))
 
 
 def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
@@ -824,11 +824,11 @@ def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
         until("the request is there", lambda: through_regions.waiting)
-    until("it is cancelled", lambda: through_regions.others)
+    until("it is cancelled", lambda: through_regions.notices)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    assert not gateway.heard_of(RegionReleased)
+    assert not gateway.received_of(RegionReleased)
     through_regions.answer_all()
-    until("it is released", lambda: gateway.heard_of(RegionReleased))
+    until("it is released", lambda: gateway.received_of(RegionReleased))
 
 
 def test_overlapping_outputs_are_logged(gateway: Rig, through_regions: Scheduler) -> None:
@@ -871,7 +871,7 @@ def test_an_output_that_cannot_fit_its_region_is_not_computed(
 def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
-    gateway.tell(HealthChanged(live=True, ready=False, exiting=True))
+    gateway.send(HealthChanged(live=True, ready=False, exiting=True))
     until("health says so", lambda: http.get("/v2/health/ready").status == 503)
     live = http.get("/v2/health/live")
     assert (live.status, live.error) == (503, "Server exiting")
@@ -880,15 +880,15 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) ->
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     with raw_connection(gateway.port) as idle:
-        gateway.tell(Drain())
+        gateway.send(Drain())
         assert idle.recv(1) == b""
-    assert not gateway.heard_of(Drained)
+    assert not gateway.received_of(Drained)
     simple.answer_all()
     assert caller.reply().ok().headers["Connection"] == "close"
-    until("it says so", lambda: gateway.heard_of(Drained))
-    gateway.tell(Stop())
+    until("it says so", lambda: gateway.received_of(Drained))
+    gateway.send(Stop())
     assert gateway.process.wait(5) == 0
-    assert gateway.heard_of(Drained) == [Drained()]
+    assert gateway.received_of(Drained) == [Drained()]
     assert " E " not in gateway.log
     assert "Traceback" not in gateway.log
 
@@ -898,16 +898,16 @@ def test_a_response_that_closes_the_connection_is_complete(gateway: Rig, simple:
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple.waiting)
-        gateway.tell(Drain())
+        gateway.send(Drain())
         simple.answer_all()
         assert read_reply(connection).ok().headers["Connection"] == "close"
         assert connection.recv(1) == b""
-    until("it says so", lambda: gateway.heard_of(Drained))
+    until("it says so", lambda: gateway.received_of(Drained))
 
 
 def test_an_idle_gateway_is_drained_at_once(gateway: Rig) -> None:
-    gateway.tell(Drain())
-    until("it says so", lambda: gateway.heard_of(Drained))
+    gateway.send(Drain())
+    until("it says so", lambda: gateway.received_of(Drained))
 
 
 def test_a_stop_does_not_wait_for_requests(gateway: Rig, simple: Scheduler) -> None:
@@ -915,7 +915,7 @@ def test_a_stop_does_not_wait_for_requests(gateway: Rig, simple: Scheduler) -> N
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple.waiting)
-        gateway.tell(Stop())
+        gateway.send(Stop())
         assert gateway.process.wait(5) == 0
     assert "Traceback" not in gateway.log
 
@@ -930,7 +930,7 @@ def test_no_connection_is_accepted_before_the_models_are_published(tmp_path: Pat
     with rig(tmp_path) as gateway, raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         scheduler = gateway.scheduler(add_sub)
-        gateway.tell(
+        gateway.send(
             publication(SIMPLE, scheduler), HealthChanged(live=True, ready=True, exiting=False)
         )
         assert read_reply(connection).status == 200

@@ -93,7 +93,7 @@ def test_a_failure_is_reported(asked: Asked, code: str, status: int, message: st
     asked.reserve(30)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
-    asked.scheduler.say(peer, Failed(submit.id, code, message, 0, False))
+    asked.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
     reply = read_reply(asked.connection)
     assert (reply.status, reply.error) == (status, message)
     assert asked.is_right(31)
@@ -103,7 +103,7 @@ def test_a_malformed_response_is_an_internal_error(asked: Asked) -> None:
     asked.reserve(32)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
-    asked.scheduler.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+    asked.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     reply = read_reply(asked.connection)
     assert (reply.status, reply.error) == (500, "internal error")
     assert asked.is_right(33)
@@ -123,7 +123,7 @@ def test_a_response_with_another_schema_is_sent(asked: Asked) -> None:
     reply = asked.ask(40)
     assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
     release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in asked.scheduler.others)
+    until("its output is released", lambda: release in asked.scheduler.notices)
     asked.scheduler.compute = add_sub
     assert asked.is_right(41)
     arena.close()
@@ -148,10 +148,10 @@ def test_a_disconnect_cancels_the_request(asked: Asked) -> None:
     asked.reserve(60)
     ((_, submit),) = asked.scheduler.waiting
     asked.connection.close()
-    until("it is cancelled", lambda: Cancel(submit.id) in asked.scheduler.others)
+    until("it is cancelled", lambda: Cancel(submit.id) in asked.scheduler.notices)
     asked.scheduler.answer_all()
-    asked.gateway.tell(Drain())
-    until("nothing is left of it", lambda: asked.gateway.heard_of(Drained))
+    asked.gateway.send(Drain())
+    until("nothing is left of it", lambda: asked.gateway.received_of(Drained))
 
 
 def test_pipelined_requests_are_answered_in_order(asked: Asked) -> None:
@@ -183,7 +183,7 @@ def test_the_loss_of_a_scheduler_loses_no_response(asked: Asked) -> None:
     asked.reserve(64)
     asked.scheduler.close()
     successor = asked.gateway.scheduler(add_sub)
-    asked.gateway.tell(SchedulerLost(asked.scheduler.endpoint, successor.endpoint))
+    asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, successor.endpoint))
     assert sums(read_reply(asked.connection)) == [128] * 16
     asked.scheduler = successor
     assert asked.is_right(65)
@@ -191,7 +191,7 @@ def test_the_loss_of_a_scheduler_loses_no_response(asked: Asked) -> None:
 
 def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
     """Before the gateway hears that the model is withdrawn."""
-    asked.gateway.tell(SchedulerLost(asked.scheduler.endpoint, ""))
+    asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, ""))
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     for _ in range(2):
         reply = asked.ask(64)
@@ -227,13 +227,13 @@ def test_responses_during_a_drain_close_the_connection(asked: Asked) -> None:
     asked.reserve(70)
     with raw_connection(asked.gateway.port) as idle:
         asked.gateway.http.get("/v2/health/live").ok()  # that is accepted
-        asked.gateway.tell(Drain())
+        asked.gateway.send(Drain())
         assert idle.recv(1) == b""
-    assert not asked.gateway.heard_of(Drained)
+    assert not asked.gateway.received_of(Drained)
     asked.scheduler.answer_all()
     reply = read_reply(asked.connection)
     assert sums(reply) == [140] * 16
     assert reply.headers["Connection"] == "close"
     assert asked.connection.recv(1) == b""
-    until("it says so", lambda: asked.gateway.heard_of(Drained))
+    until("it says so", lambda: asked.gateway.received_of(Drained))
     assert "Traceback" not in asked.gateway.log

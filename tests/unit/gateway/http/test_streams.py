@@ -97,7 +97,7 @@ class Asked:
 
     def say(self, *messages: m.Responded | m.Failed) -> None:
         """Have the model say this."""
-        self._scheduler.say(self._peer, *messages)
+        self._scheduler.send(self._peer, *messages)
 
     def reply(self) -> Reply:
         """The whole reply."""
@@ -115,7 +115,7 @@ class Asked:
         """Whether the scheduler was told that nobody waits."""
         return any(
             isinstance(message, m.Cancel) and message.id == self.number
-            for message in self._scheduler.others
+            for message in self._scheduler.notices
         )
 
     @property
@@ -123,7 +123,7 @@ class Asked:
         """How many responses the model may send beyond the first credit."""
         return sum(
             message.responses
-            for message in self._scheduler.others
+            for message in self._scheduler.notices
             if isinstance(message, m.Credit) and message.id == self.number
         )
 
@@ -396,7 +396,7 @@ def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m
 
 
 def released(scheduler: Scheduler) -> int:
-    releases = [message for message in scheduler.others if isinstance(message, m.Release)]
+    releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
     return sum(len(release.offsets) for release in releases)
 
 

@@ -46,7 +46,7 @@ def test_one_step_after_the_other() -> None:
     ((endpoint, second),) = rig.sent()
     assert (endpoint, inputs_of(second)) == ("b", {"X": b"abcd"})
     rig.finish("b", second.id, b"efgh")
-    (output,) = inferred_of(only(rig.told(), m.Finished)).outputs
+    (output,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
     assert rig.ensemble.live == 0
 
@@ -66,10 +66,10 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     rig = EnsembleRig(FORK, MODELS)
     rig.submit()
     runs = rig.runs()
-    rig.step_says("a", m.Failed(runs["a"], "INTERNAL", "boom", 0, False))
-    assert rig.told() == []
+    rig.from_step("a", m.Failed(runs["a"], "INTERNAL", "boom", 0, False))
+    assert rig.client_messages() == []
     rig.finish("b", runs["b"])
-    failed = only(rig.told(), m.Failed)
+    failed = only(rig.client_messages(), m.Failed)
     assert (failed.code, failed.message) == ("INTERNAL", "in ensemble 'e', boom")
     assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
     assert rig.runs() == {}
@@ -81,8 +81,8 @@ def test_what_a_step_s_queue_refuses_is_told_in_its_words() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     text = "[request id: <id_unknown>] Exceeds maximum queue size"
-    rig.step_says("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
-    failed = only(rig.told(), m.Failed)
+    rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
+    failed = only(rig.client_messages(), m.Failed)
     assert (failed.code, failed.retry_after_s) == ("UNAVAILABLE", 2)
     assert failed.message == f"in ensemble 'e', {text}"
     assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
@@ -93,8 +93,8 @@ def test_the_first_error_counts() -> None:
     rig.submit()
     runs = rig.runs()
     for name in ("b", "a"):
-        rig.step_says(name, m.Failed(runs[name], "INTERNAL", name, 0, False))
-    assert only(rig.told(), m.Failed).message == "in ensemble 'e', b"
+        rig.from_step(name, m.Failed(runs[name], "INTERNAL", name, 0, False))
+    assert only(rig.client_messages(), m.Failed).message == "in ensemble 'e', b"
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
@@ -102,11 +102,11 @@ def test_a_cancelled_request_begins_no_step() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     runs = rig.runs()
-    rig.client_says(m.Cancel(1))
+    rig.from_client(m.Cancel(1))
     assert rig.sent(m.Cancel) == [("a", m.Cancel(runs["a"]))]
-    assert rig.told() == []
+    assert rig.client_messages() == []
     rig.finish("a", runs["a"])
-    assert only(rig.told(), m.Failed).code == "CANCELLED"
+    assert only(rig.client_messages(), m.Failed).code == "CANCELLED"
     assert rig.runs() == {}
 
 
@@ -116,14 +116,14 @@ def test_a_deadline_is_told_at_once_and_memory_later() -> None:
     ((_, submit),) = rig.sent()
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
-    failed = only(rig.told(), m.Failed)
+    failed = only(rig.client_messages(), m.Failed)
     assert (failed.early, failed.message) == (
         True,
         _EXPIRED,
     )
     assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
-    rig.step_says("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
-    only(rig.told(), m.Settled)
+    rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
+    only(rig.client_messages(), m.Settled)
     assert rig.ensemble.live == 0
 
 
@@ -134,8 +134,8 @@ def test_an_output_that_never_comes_is_a_deadlock() -> None:
     for each in (rig, plain):
         each.submit()
         each.respond("a", each.runs()["a"], b"", final=True)
-    only(rig.told(), m.Responded)  # of a stream that is its end
-    assert only(plain.told(), m.Failed).message == (
+    only(rig.client_messages(), m.Responded)  # of a stream that is its end
+    assert only(plain.client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
         "not set while no more ensemble steps can be made"
     )
@@ -145,15 +145,15 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for _ in range(2):
         rig.submit()
-        rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred(()))))
-        assert only(rig.told(), m.Finished)
+        rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred(()))))
+        assert only(rig.client_messages(), m.Finished)
     assert caplog.messages == ["Composing models did not output tensor OUT"]
 
 
 def test_an_output_that_a_condition_left_out_is_not(caplog: pytest.LogCaptureFixture) -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], conditions={0: "IN"})
     rig.submit(data=b"")
-    assert only(rig.told(), m.Finished) and not caplog.messages
+    assert only(rig.client_messages(), m.Finished) and not caplog.messages
 
 
 def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None:
@@ -165,7 +165,7 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     for endpoint, submit in rig.sent():
         rig.finish(endpoint, submit.id)
-    told = only(rig.told(), m.Failed)
+    told = only(rig.client_messages(), m.Failed)
     assert (told.code, rig.core.live, rig.memory.used) == ("UNSUPPORTED", 0, 0)
     assert "any number of responses" in told.message
 
@@ -178,7 +178,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
     for final in (False, False, True):
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     rig.finish("b", rig.runs()["b"])
-    only(rig.told(), m.Finished)
+    only(rig.client_messages(), m.Finished)
     assert rig.core.live == 0
 
 
@@ -193,8 +193,8 @@ def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     assert rig.runs() == {}
     rig.finish("a", first["a"])
     assert rig.runs().keys() == {"a", "b"}
-    rig.client_says(m.Cancel(3))  # while it waits
-    assert only(rig.told(), m.Failed).id == 3
+    rig.from_client(m.Cancel(3))  # while it waits
+    assert only(rig.client_messages(), m.Failed).id == 3
 
 
 def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() -> None:
@@ -202,31 +202,31 @@ def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() ->
     rig.submit(deadline_ms=10)
     number = rig.runs()["a"]
     rig.pass_ms(11)
-    assert only(rig.told(), m.Failed).early
-    rig.control_says(ProcessExited(7000, ""))
-    rig.step_says("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
-    assert (rig.told(), rig.core.live) == ([], 0)
+    assert only(rig.client_messages(), m.Failed).early
+    rig.from_control(ProcessExited(7000, ""))
+    rig.from_step("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
+    assert (rig.client_messages(), rig.core.live) == ([], 0)
 
 
 def test_what_waits_for_room_is_bounded() -> None:
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
     for number in (1, 2, 3, 4):
         rig.submit(number)
-    refused = only(rig.told(), m.Failed)
+    refused = only(rig.client_messages(), m.Failed)
     assert (refused.id, refused.code, refused.retry_after_s) == (4, "UNAVAILABLE", 1)
     assert "Exceeds maximum queue size" in refused.message
-    rig.client_says(m.Cancel(3))  # which makes room for another
-    assert only(rig.told(), m.Failed).id == 3
+    rig.from_client(m.Cancel(3))  # which makes room for another
+    assert only(rig.client_messages(), m.Failed).id == 3
     rig.submit(5)
-    assert rig.told() == []
+    assert rig.client_messages() == []
 
 
 def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
     """Its frames may come after the news of its end."""
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.control_says(ProcessExited(7000, ""))  # the gateway
+    rig.from_control(ProcessExited(7000, ""))  # the gateway
     rig.submit()
-    assert (rig.runs(), rig.told(), rig.core.live) == ({}, [], 0)
+    assert (rig.runs(), rig.client_messages(), rig.core.live) == ({}, [], 0)
 
 
 def test_places_of_models_that_are_gone_are_forgotten() -> None:
@@ -234,7 +234,7 @@ def test_places_of_models_that_are_gone_are_forgotten() -> None:
     known = len(rig.core._endpoints)
     for number in range(50):
         rig.publish(model("other"), f"other.{number}")
-        rig.control_says(SchedulerLost(f"other.{number}", ""))
+        rig.from_control(SchedulerLost(f"other.{number}", ""))
     assert len(rig.core._endpoints) == known
 
 
@@ -246,11 +246,11 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
     for index in range(FIRST_CREDIT + 1):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
-    assert len(rig.told()) == FIRST_CREDIT
-    rig.client_says(m.Credit(1, 1))
-    only(rig.told(), m.Responded)
+    assert len(rig.client_messages()) == FIRST_CREDIT
+    rig.from_client(m.Credit(1, 1))
+    only(rig.client_messages(), m.Responded)
     rig.respond("a", number, b"", final=True)
-    assert only(rig.told(), m.Responded).final
+    assert only(rig.client_messages(), m.Responded).final
 
 
 def test_a_stream_whose_request_has_failed_goes_on_to_its_end() -> None:
@@ -262,13 +262,13 @@ def test_a_stream_whose_request_has_failed_goes_on_to_its_end() -> None:
     for index in range(FIRST_CREDIT):
         rig.respond("a", runs["a"], b"%04d" % index)
     assert rig.sent(m.Credit) == []
-    rig.step_says("b", m.Failed(runs["b"], "INTERNAL", "boom", 0, False))
+    rig.from_step("b", m.Failed(runs["b"], "INTERNAL", "boom", 0, False))
     assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))] * FIRST_CREDIT
     rig.respond("a", runs["a"], b"more")
     assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))]
-    assert rig.told() == []
+    assert rig.client_messages() == []
     rig.respond("a", runs["a"], b"", final=True)
-    assert only(rig.told(), m.Failed).message == "in ensemble 'e', boom"
+    assert only(rig.client_messages(), m.Failed).message == "in ensemble 'e', boom"
 
 
 def test_outputs_of_known_size_are_placed() -> None:
@@ -281,15 +281,15 @@ def test_outputs_of_known_size_are_placed() -> None:
     (output,) = inference_of(first).outputs
     assert output.memory_range is not None
     assert rig.memory.used >= 4 * elements
-    rig.step_says("a", m.Finished(first.id, *placed(output.memory_range)))
+    rig.from_step("a", m.Finished(first.id, *placed(output.memory_range)))
     ((_, second),) = rig.sent()
     assert inputs_of(second)["X"] == output.memory_range
     (last,) = inference_of(second).outputs
     assert last.memory_range is not None
-    rig.step_says("b", m.Finished(second.id, *placed(last.memory_range)))
-    only(rig.told(), m.Finished)
+    rig.from_step("b", m.Finished(second.id, *placed(last.memory_range)))
+    only(rig.client_messages(), m.Finished)
     assert 0 < rig.memory.used < 8 * elements
-    rig.client_says(
+    rig.from_client(
         m.Release(
             last.memory_range.memory.pid, [last.memory_range.offset], last.memory_range.memory.id
         )
@@ -306,16 +306,16 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
     assert output.memory_range is not None and output.or_input
-    rig.step_says("a", m.Finished(first.id, *placed(output.memory_range)))
+    rig.from_step("a", m.Finished(first.id, *placed(output.memory_range)))
     ((_, second),) = rig.sent()
     (last,) = inference_of(second).outputs
     assert last.memory_range not in (None, output.memory_range) and last.or_input
-    rig.step_says("b", m.Finished(second.id, *placed(output.memory_range)))
-    (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
+    rig.from_step("b", m.Finished(second.id, *placed(output.memory_range)))
+    (read,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
     assert read.data == output.memory_range
     assert 0 < rig.memory.used < 8 * elements
     memory_range = output.memory_range
-    rig.client_says(
+    rig.from_client(
         m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
     )
     assert rig.memory.used == 0
@@ -328,7 +328,7 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     memory = Memory(id=7, pid=7000, fd=3, inode=1, byte_size=1 << 20, sealed=True)
     tensor = TensorRef("IN", "FP32", (elements,), Range(memory, 0, 4 * elements))
     work = pack_inference(Inference((tensor,)))
-    rig.client_says(m.Submit(1, *work, rig.now_ns, 0, 0, 0))
+    rig.from_client(m.Submit(1, *work, rig.now_ns, 0, 0, 0))
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
     assert output.memory_range is not None and not output.or_input
@@ -341,8 +341,8 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
     assert output.memory_range is not None
-    rig.step_says("a", m.Finished(first.id, *placed(output.memory_range)))
-    rig.control_says(ProcessExited(7000, ""))
+    rig.from_step("a", m.Finished(first.id, *placed(output.memory_range)))
+    rig.from_control(ProcessExited(7000, ""))
     assert rig.memory.used == 0
 
 
@@ -357,10 +357,10 @@ def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
             assert not hit
             (output,) = inference_of(submit).outputs
             assert output.memory_range is not None
-            rig.step_says("a", m.Finished(submit.id, *placed(output.memory_range)))
-        (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
+            rig.from_step("a", m.Finished(submit.id, *placed(output.memory_range)))
+        (read,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
         assert isinstance(read.data, Range) and rig.memory.used
-        rig.client_says(m.Release(read.data.memory.pid, [read.data.offset], read.data.memory.id))
+        rig.from_client(m.Release(read.data.memory.pid, [read.data.offset], read.data.memory.id))
         assert rig.memory.used == 0
 
 
@@ -374,10 +374,10 @@ def test_a_scheduler_that_is_lost() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
-    rig.control_says(SchedulerLost("a", "a2"))
+    rig.from_control(SchedulerLost("a", "a2"))
     assert rig.sent() == [("a2", first)]
-    rig.control_says(SchedulerLost("a2", ""))
-    assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
+    rig.from_control(SchedulerLost("a2", ""))
+    assert only(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
 
 
 def test_what_a_scheduler_says_of_a_step_that_has_gone_elsewhere_is_not_taken() -> None:
@@ -385,9 +385,9 @@ def test_what_a_scheduler_says_of_a_step_that_has_gone_elsewhere_is_not_taken() 
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
-    rig.control_says(SchedulerLost("a", "a2"))
-    rig.step_says("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
-    assert rig.told() == [] and rig.sent() == [("a2", first)]
+    rig.from_control(SchedulerLost("a", "a2"))
+    rig.from_step("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
+    assert rig.client_messages() == [] and rig.sent() == [("a2", first)]
     rig.finish("a2", first.id)
     assert rig.runs().keys() == {"b"}
 
@@ -397,23 +397,23 @@ def test_a_step_that_was_refused_goes_to_who_serves_now() -> None:
     rig.submit()
     ((_, first),) = rig.sent()
     rig.publish(model("a"), "anew")
-    rig.step_says("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
+    rig.from_step("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
     assert rig.sent() == [("anew", first)]
 
 
 def test_what_a_step_refuses_for_good_keeps_its_hint() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    rig.step_says("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", "full", 7, False))
-    assert only(rig.told(), m.Failed).retry_after_s == 7
+    rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", "full", 7, False))
+    assert only(rig.client_messages(), m.Failed).retry_after_s == 7
 
 
 def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     rig = EnsembleRig(CHAIN[:1], MODELS, ["m"])
     rig.submit()
-    rig.control_says(Drain())
+    rig.from_control(Drain())
     rig.submit(2)
-    assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
+    assert only(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
     rig.finish("a", rig.runs()["a"])
     kinds = [type(message) for _, message in rig.control.take()]
     assert kinds[-1] is Drained
@@ -424,6 +424,6 @@ def test_times_are_the_steps_together() -> None:
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.step_says(name, m.Finished(number, *made(b"\0" * 4), 1, 20, 300))
-    (finished,) = rig.told()
+        rig.from_step(name, m.Finished(number, *made(b"\0" * 4), 1, 20, 300))
+    (finished,) = rig.client_messages()
     assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

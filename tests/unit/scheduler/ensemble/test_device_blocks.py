@@ -46,7 +46,7 @@ def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
 def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, memory_range: Range) -> None:
     """The step has written where it was told."""
     made = TensorRef("Y", "FP32", (SIZE,), memory_range)
-    rig.step_says(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))
+    rig.from_step(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))
 
 
 def rig_of(*models: dict[str, Any], exporting: Exporting | None = None) -> EnsembleRig:
@@ -77,9 +77,9 @@ def test_what_is_between_two_steps_on_one_device_is_written_and_read_there() -> 
     endpoint, submit, last = submitted(rig)
     assert endpoint == "c" and last is not None and last.memory.cuda is None
     finish(rig, endpoint, submit, last)
-    (told,) = rig.told()
+    (told,) = rig.client_messages()
     assert isinstance(told, m.Finished)
-    rig.client_says(m.Release(last.memory.pid, [last.offset], last.memory.id))
+    rig.from_client(m.Release(last.memory.pid, [last.offset], last.memory.id))
     assert rig.memory.used == 0
 
 

@@ -19,7 +19,7 @@ GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True
 
 def failed(rig: EnsembleRig) -> m.Failed:
     """The one message that the client was told."""
-    (message,) = rig.told()
+    (message,) = rig.client_messages()
     assert isinstance(message, m.Failed)
     return message
 
@@ -38,8 +38,8 @@ def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
     assert rig.sent(m.Credit) == []
-    assert len(rig.told()) == FIRST_CREDIT
-    rig.client_says(m.Credit(1, 2))
+    assert len(rig.client_messages()) == FIRST_CREDIT
+    rig.from_client(m.Credit(1, 2))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
 
 
@@ -47,7 +47,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
     """Its request ends when it has: it must not wait for the reader of what is dropped."""
     rig, number = begun_stream()
     rig.respond("a", number, b"0000")
-    rig.step_says("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
+    rig.from_step("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
     for _ in range(2 * FIRST_CREDIT):
         rig.respond("a", number, b"0000")
@@ -59,7 +59,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
 
 def test_a_response_that_is_an_error_is_granted_on() -> None:
     rig, number = begun_stream()
-    rig.step_says("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
+    rig.from_step("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
 
 
@@ -68,7 +68,7 @@ def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE, 0, 4))
-    rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
+    rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "UNAVAILABLE"
     assert (rig.ensemble.live, rig.memory.held) == (0, 0)
     rig.submit(2)
@@ -79,7 +79,7 @@ def test_a_response_that_cannot_be_read_is_counted() -> None:
     """Its request fails; a producer of further responses has its credit back."""
     for schema, data in ((b"\xc1", []), (made(b"")[0], [b"", b""])):
         rig, number = begun_stream()
-        rig.step_says("a", m.Responded(number, "", "", schema, data, False))
+        rig.from_step("a", m.Responded(number, "", "", schema, data, False))
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
         assert rig.core.gauges()["malformed"] == 1
         rig.respond("a", number, b"", final=True)
@@ -93,7 +93,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     rig.submit()
     unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed, 0, 4))
-    rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
+    rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "INVALID_ARG"
     assert rig.ensemble.live == 0
 
@@ -104,7 +104,7 @@ def test_no_step_that_waited_begins_after_a_failure() -> None:
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")
     ((_, first),) = rig.sent()
-    rig.step_says("b", m.Failed(first.id, "INTERNAL", "boom", 0, False))
+    rig.from_step("b", m.Failed(first.id, "INTERNAL", "boom", 0, False))
     assert rig.runs() == {}
     rig.respond("a", number, b"", final=True)
     assert failed(rig).code == "INTERNAL"
@@ -147,17 +147,17 @@ def test_what_a_client_reads_is_the_ensembles_own() -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
-    rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
+    rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
     elsewhere.reuse()
-    (finished,) = rig.told()
+    (finished,) = rig.client_messages()
     (output,) = inferred_of(finished).outputs
     assert isinstance(output.data, Range)
     assert output.data.memory.id != elsewhere.memory_range.memory.id
     mappings = Mappings()
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
     mappings.drop_all()
-    rig.client_says(m.Release(os.getpid(), [output.data.offset], output.data.memory.id))
+    rig.from_client(m.Release(os.getpid(), [output.data.offset], output.data.memory.id))
     assert rig.memory.used == 0
 
 
@@ -177,7 +177,7 @@ def test_what_only_the_next_step_reads_is_not_copied() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
-    rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
+    rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     ((_, submit),) = rig.sent()
     data = inputs_of(submit)["X"]
     assert (data.memory.id, data.offset) == (
@@ -194,7 +194,7 @@ def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
-    rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
+    rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
     assert failed(rig).code == "INVALID_ARG"
     assert rig.memory.used == 0

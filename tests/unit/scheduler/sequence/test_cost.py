@@ -40,10 +40,10 @@ def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
     """What it costs to cancel these of so many requests of one sequence, where so many come after
     a START that begins it anew."""
     rig = SequenceRig(rows=1)
-    rig.ask(1, START)
-    asked = [rig.ask(1) for _ in range(waiting)]
+    rig.request(1, START)
+    asked = [rig.request(1) for _ in range(waiting)]
     for index in range(anew):
-        rig.ask(1, 0 if index else START)
+        rig.request(1, 0 if index else START)
 
     def cancel() -> None:
         for number in asked[numbers]:

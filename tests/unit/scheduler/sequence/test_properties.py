@@ -68,7 +68,7 @@ class Watched(SequenceRig):
     def step(self, kind: str, value: int, flags: int) -> None:
         """One event."""
         if kind == "ask":
-            self.asked[self.ask(value, flags)] = value
+            self.asked[self.request(value, flags)] = value
         elif kind == "done" and self.runs(value):
             self.done(value)
         elif kind == "cancel":

@@ -39,7 +39,7 @@ def error(rig: Rig) -> str:
 
 @pytest.mark.parametrize("sequence", [0, ""])
 def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
-    rig.ask(sequence, START)
+    rig.request(sequence, START)
     assert error(rig) == (
         "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
     )
@@ -47,7 +47,7 @@ def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_3_3_batch_size_must_be_one(rig: SequenceRig, rows: int) -> None:
-    rig.ask(1, START, batch_size=rows)
+    rig.request(1, START, batch_size=rows)
     assert error(rig) == (
         "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
         "batcher"
@@ -60,11 +60,11 @@ def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
         "request of the sequence"
     )
     for sequence in (7, "seven"):
-        rig.ask(sequence)
+        rig.request(sequence)
         assert error(rig) == text.format(sequence)
-    rig.ask(7, START | END)
+    rig.request(7, START | END)
     rig.answers()
-    rig.ask(7)
+    rig.request(7)
     assert error(rig) == text.format(7)
 
 
@@ -76,7 +76,7 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
     for data_type, (sequence, given, wanted) in texts.items():
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
         assert error(rig) == (
             f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{given}', but "
             f"model 'm' expects '{wanted}'"
@@ -84,18 +84,18 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
 
 
 def test_3_3_a_number_and_a_text_are_different_ids(rig: SequenceRig) -> None:
-    rig.ask(1, START)
-    rig.ask("1", START)
+    rig.request(1, START)
+    rig.request("1", START)
     rig.done()
     assert rig.batches() or rig.runs()
-    rig.ask(1, END)
+    rig.request(1, END)
     rig.answers()
-    rig.ask("1")
+    rig.request("1")
     assert rig.answers() == []
 
 
 def test_3_3_refusals_are_not_counted_as_failures(rig: SequenceRig) -> None:
-    rig.ask(7)
+    rig.request(7)
     assert rig.report()["inference_stats"]["fail"]["count"] == 0
 
 
@@ -105,7 +105,7 @@ def test_3_3_refusals_are_not_counted_as_failures(rig: SequenceRig) -> None:
 def test_3_3_slots_by_their_number_over_all_instances() -> None:
     rig = SequenceRig(rows=2, instances=3)
     for sequence in range(1, 7):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
     assert rig.batches() == {0: [1], 1: [2], 2: [3]}
     for index in range(3):
         rig.done(index)
@@ -114,17 +114,17 @@ def test_3_3_slots_by_their_number_over_all_instances() -> None:
 
 def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
     for sequence in (1, 2, 3, 4):
-        rig.ask(sequence, START)
-    rig.ask(3)
+        rig.request(sequence, START)
+    rig.request(3)
     rig.done()
-    rig.ask(1, END)
+    rig.request(1, END)
     seen = 0
     while rig.runs():
         rig.done()
         seen += 1
     served = rig.outcomes()
     assert len(served) == 5  # 1, 2, 1 END, and both of 3; 4 waits on
-    rig.ask(2, END)
+    rig.request(2, END)
     while rig.runs():
         rig.done()
     assert len(rig.outcomes()) == 2
@@ -132,11 +132,11 @@ def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
 
 def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: SequenceRig) -> None:
     for sequence in (1, 2):
-        rig.ask(sequence, START)
-    first = [rig.ask(3, START), rig.ask(3, END)]
-    second = rig.ask(3, START)
-    rig.ask(1, END)
-    rig.ask(2, END)
+        rig.request(sequence, START)
+    first = [rig.request(3, START), rig.request(3, END)]
+    second = rig.request(3, START)
+    rig.request(1, END)
+    rig.request(2, END)
     order = []
     while rig.runs():
         rig.done()
@@ -145,22 +145,22 @@ def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: Sequence
 
 
 def test_3_3_start_on_a_live_id_begins_anew_in_its_slot(rig: SequenceRig) -> None:
-    rig.ask(1, START)
-    rig.ask(2, START)
+    rig.request(1, START)
+    rig.request(2, START)
     rig.done()
     rig.done()
     rig.batches()
-    rig.ask(1, START)
+    rig.request(1, START)
     (row,) = rig.rows()
     assert (row.slot, row.flags, row.correlation_id) == (0, START, 1)
 
 
 def test_3_3_an_id_that_has_ended_may_start_while_its_end_runs() -> None:
     rig = SequenceRig(rows=2)
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.done()
-    rig.ask(1, END)
-    rig.ask(1, START)
+    rig.request(1, END)
+    rig.request(1, START)
     rig.done()
     assert [(row.slot, row.flags) for row in rig.rows()] == [(0, START)]
 
@@ -170,8 +170,8 @@ def test_3_3_an_id_that_has_ended_may_start_while_its_end_runs() -> None:
 
 def test_3_3_an_idle_sequence_loses_its_slot_and_the_model_hears_nothing() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
-    rig.ask(1, START)
-    rig.ask(2, START)
+    rig.request(1, START)
+    rig.request(2, START)
     rig.done()
     assert rig.wake_ns == rig.now + 5000 * US
     rig.batches()
@@ -180,28 +180,28 @@ def test_3_3_an_idle_sequence_loses_its_slot_and_the_model_hears_nothing() -> No
     rig.pass_time(1)
     assert rig.batches() == {0: [2]}
     rig.answers()
-    rig.ask(1)
+    rig.request(1)
     assert "must specify the START flag" in error(rig)
 
 
 def test_3_3_who_runs_or_waits_is_not_idle() -> None:
     """Here the time counts from the last response: a model may take as long as it likes."""
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.pass_time(50_000 * US)
     rig.done()
-    rig.ask(1)
+    rig.request(1)
     assert rig.runs()
     rig.done()
     rig.pass_time(4999 * US)
-    rig.ask(1)
+    rig.request(1)
     assert rig.runs()
 
 
 def test_3_3_the_default_is_a_second_and_those_in_the_backlog_wait_on() -> None:
     rig = SequenceRig(rows=1)
-    rig.ask(1, START)
-    waits = rig.ask(2, START)
+    rig.request(1, START)
+    waits = rig.request(2, START)
     rig.pass_time(60_000 * MS)
     rig.done()
     rig.outcomes()
@@ -215,20 +215,20 @@ def test_3_3_the_default_is_a_second_and_those_in_the_backlog_wait_on() -> None:
 
 def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     rig = SequenceRig(rows=1)
-    rig.ask(1, START)
-    numbers = [rig.ask(2, START), rig.ask(2, timeout_ns=5 * MS), rig.ask(2)]
+    rig.request(1, START)
+    numbers = [rig.request(2, START), rig.request(2, timeout_ns=5 * MS), rig.request(2)]
     rig.pass_time(6 * MS)
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
-    rig.ask(2)
+    rig.request(2)
     assert "must specify the START flag" in error(rig)
     assert rig.report()["inference_stats"]["fail"]["count"] == 3
 
 
 def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
     rig = SequenceRig(rows=1)
-    running = [rig.ask(1, START), rig.ask(1, timeout_us=5000)]
-    numbers = [rig.ask(2, START), rig.ask(2, timeout_us=5000)]
+    running = [rig.request(1, START), rig.request(1, timeout_us=5000)]
+    numbers = [rig.request(2, START), rig.request(2, timeout_us=5000)]
     rig.pass_time(6 * MS)
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
@@ -239,21 +239,26 @@ def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
 
 def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
     rig = SequenceRig(rows=1)
-    rig.ask(1, START)
-    numbers = [rig.ask(2, START), rig.ask(2), rig.ask(2, START), rig.ask(2, timeout_ns=5 * MS)]
+    rig.request(1, START)
+    numbers = [
+        rig.request(2, START),
+        rig.request(2),
+        rig.request(2, START),
+        rig.request(2, timeout_ns=5 * MS),
+    ]
     rig.pass_time(6 * MS)
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
-    rig.ask(1, END)
+    rig.request(1, END)
     rig.done()
     rig.done()
     assert not rig.runs() and rig.scheduler.live == 0
 
 
 def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: SequenceRig) -> None:
-    rig.ask(1, START)
-    late = rig.ask(1, timeout_ns=5 * MS)
-    behind = rig.ask(1)
+    rig.request(1, START)
+    late = rig.request(1, timeout_ns=5 * MS)
+    behind = rig.request(1)
     rig.pass_time(6 * MS)
     told = rig.outcomes()
     assert told[late] == EXPIRED
@@ -261,7 +266,7 @@ def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: Sequence
     rig.done()
     assert not rig.runs()
     rig.answers()
-    rig.ask(1)
+    rig.request(1)
     assert "must specify the START flag" in error(rig)
 
 
@@ -270,27 +275,27 @@ def test_3_10_cancelling_one_cancels_those_behind_it(slots: int) -> None:
     """In the backlog and in a slot; those before it still run."""
     rig = SequenceRig(rows=1)
     if not slots:
-        rig.ask(9, START)
-    first = rig.ask(1, START)
-    second, third = rig.ask(1), rig.ask(1)
+        rig.request(9, START)
+    first = rig.request(1, START)
+    second, third = rig.request(1), rig.request(1)
     rig.client(m.Cancel(second))
     told = rig.outcomes()
     assert set(told) == {second, third}
     if not slots:
-        rig.ask(9, END)
+        rig.request(9, END)
         rig.done()
         rig.done()
     rig.done()
     assert first in rig.outcomes()
     # The slot is free.
-    rig.ask(5, START)
+    rig.request(5, START)
     assert rig.batches()[0] == [5]
 
 
 def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig) -> None:
-    rig.ask(1, START)
-    second = rig.ask(1)
-    again = rig.ask(1, START)
+    rig.request(1, START)
+    second = rig.request(1)
+    again = rig.request(1, START)
     rig.client(m.Cancel(second))
     assert set(rig.outcomes()) == {second}
     rig.done()
@@ -301,10 +306,10 @@ def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: Sequence
 
 def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig) -> None:
     other = b"7001.ab"
-    rig.ask(1, START)
-    rig.ask(2, START, peer=other)
-    rig.ask(3, START, peer=other)
-    rig.ask(3, peer=other)
+    rig.request(1, START)
+    rig.request(2, START, peer=other)
+    rig.request(3, START, peer=other)
+    rig.request(3, peer=other)
     rig.supervisor(ProcessExited(7001, ""))
     while rig.runs():
         rig.done()
@@ -315,32 +320,32 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
 
 
 def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> None:
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.done()
     rig.supervisor(Drain())
     rig.outcomes()
-    refused = [rig.ask(1, START), rig.ask(2, START)]
+    refused = [rig.request(1, START), rig.request(2, START)]
     assert all("stopped accepting" in text for text in rig.outcomes().values())
     assert len(refused) == 2
-    goes_on = rig.ask(1)
+    goes_on = rig.request(1)
     rig.done()
     assert rig.outcomes() == {goes_on: None}
 
 
 def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """Until the last has ended; a model that is unloaded does not."""
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))
     assert Drained() not in rig.to_supervisor()
-    rig.ask(1, END)
+    rig.request(1, END)
     assert Drained() not in rig.to_supervisor()
     rig.done()
     assert Drained() in rig.to_supervisor()
 
 
 def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))
     rig.pass_time(1001 * MS)
@@ -355,41 +360,41 @@ def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
 def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     """They fail and are told why, those it had not begun wait for another slot, new ones start."""
     rig = SequenceRig(rows=2, instances=2)
-    runs = rig.ask(1, START)
-    rig.ask(2, START)
+    runs = rig.request(1, START)
+    rig.request(2, START)
     rig.done(1)
-    waits = rig.ask(1)
-    fresh = rig.ask(3, START)  # slot 1 of the first instance, not begun
+    waits = rig.request(1)
+    fresh = rig.request(3, START)  # slot 1 of the first instance, not begun
     rig.outcomes()
     rig.die(0)
     told = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
     assert text in told.pop(runs) and text in told.pop(waits) and not told
-    rig.ask(1)
+    rig.request(1)
     assert "the state of this one was lost when the model's worker died" in error(rig)
     # On the other instance, at once.
     assert rig.batches()[1] == [None, 3]
     rig.done(1)
     assert rig.outcomes() == {fresh: None}
     rig.peers[0] = rig.start(0, 200)
-    rig.ask(1, START)
+    rig.request(1, START)
     assert rig.batches() == {0: [1]}
 
 
 def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
     rig = SequenceRig(rows=1)
     rig.die()
-    numbers = [rig.ask(1, START), rig.ask(1), rig.ask(2, START)]
+    numbers = [rig.request(1, START), rig.request(1), rig.request(2, START)]
     rig.supervisor(InstanceGone(0, "it cannot load"))
     assert rig.outcomes() == dict.fromkeys(numbers, "it cannot load")
     rig.peers = [rig.start(0, 300)]
-    rig.ask(1, START)
+    rig.request(1, START)
     assert rig.batches() == {0: [1]}
 
 
 def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     """So many wait for a slot, more are refused, and those in slots go on."""
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.done()
     for sequence in range(2, 16_384 + 4):
         rig.scheduler.from_client(b"7009.ab", submitted(sequence), rig.now)
@@ -398,7 +403,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     assert refusals[0].message == (
         "16384 sequences of this client wait for a slot of model 'm', which is as many as may"
     )
-    mine, new = rig.ask(1), rig.ask(1_000_000, START)
+    mine, new = rig.request(1), rig.request(1_000_000, START)
     told = rig.outcomes()
     while new not in told:
         # Slots become free as the idle ones lose them, and clients take turns.
@@ -413,8 +418,8 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
 def test_connections_of_a_gateway_take_turns() -> None:
     """One that opens many sequences has others' in between, and its own are bounded."""
     rig = SequenceRig(rows=1)
-    greedy = [rig.ask(each, START | END, source=7) for each in range(1, 7)]
-    other = [rig.ask(each, START | END, source=8) for each in (11, 12)]
+    greedy = [rig.request(each, START | END, source=7) for each in range(1, 7)]
+    other = [rig.request(each, START | END, source=8) for each in (11, 12)]
     ran: list[Any] = []
     while rig.runs():
         ran += rig.batches()[0]
@@ -434,7 +439,7 @@ def submitted(sequence: int) -> m.Submit:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
     rig = SequenceRig(strategy, rows=2, iterative_sequence=True)
-    number = rig.ask(0)
+    number = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags) == (1, START)
     for _ in range(3):
@@ -444,7 +449,7 @@ def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
     rig.done()
     assert rig.outcomes() == {number: None}
     # The sequence is over: its slot is free at once.
-    other = rig.ask(0)
+    other = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
     rig.client(m.Cancel(other))
@@ -455,7 +460,7 @@ def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
 
 def test_3_5_iterative_and_decoupled() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True, decoupled=True)
-    number = rig.ask(0)
+    number = rig.request(0)
     key = rig.rows()[0].key
     peer = rig.peers[0]
     rig.respond(peer, key)
@@ -467,7 +472,7 @@ def test_3_5_iterative_and_decoupled() -> None:
     kinds = [(type(each).__name__, each.final) for each in rig.answers()]
     assert kinds == [("Responded", False), ("Responded", True)]
     assert number and rig.scheduler.live == 0
-    rig.ask(0)
+    rig.request(0)
     assert rig.runs()
 
 
@@ -480,22 +485,22 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     retires leaves with the last of them."""
     given = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
     rig = SequenceRig(strategy, rows=1, instances=2, given=given)
-    rig.ask(1, START)
-    rig.ask(2, START)
+    rig.request(1, START)
+    rig.request(2, START)
     rig.done(0)
     rig.done(1)
     rig.batches()
     rig.supervisor(RetireInstance(0))
-    rig.ask(1)
-    rig.ask(3, START)
+    rig.request(1)
+    rig.request(3, START)
     assert rig.batches() == {0: [1]}
     rig.done(0)
-    rig.ask(1, END)
+    rig.request(1, END)
     assert rig.batches() == {0: [1]}
     assert rig.to_supervisor(InstanceRetired) == []
     rig.done(0)
     assert rig.to_supervisor(InstanceRetired) == [InstanceRetired(100)]
-    rig.ask(2, END)
+    rig.request(2, END)
     rig.done(1)
     assert rig.batches() == {1: [3]}
 
@@ -512,7 +517,7 @@ def ended(rig: SequenceRig) -> list[list[int]]:
 
 def begun(rig: SequenceRig, flags: int = START) -> None:
     """Sequence 1 has run a request."""
-    rig.ask(1, flags)
+    rig.request(1, flags)
     rig.done()
     rig.outcomes()
 
@@ -524,13 +529,13 @@ def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
 
 def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
     begun(rig)
-    rig.ask(1)
-    second = rig.ask(1, END)
+    rig.request(1)
+    second = rig.request(1, END)
     rig.client(m.Cancel(second))
     assert ended(rig) == []  # its last request still runs
     rig.done()
     assert ended(rig) == [[0]]
-    rig.ask(2, START)
+    rig.request(2, START)
     assert ended(rig) == [] and rig.batches() == {0: [2]}
 
 
@@ -538,9 +543,9 @@ def test_3_5_the_worker_is_told_where_what_runs_last_was_not_to_be_the_last(
     rig: SequenceRig,
 ) -> None:
     begun(rig)
-    rig.ask(2, START)  # the instance is busy
-    rig.ask(1)
-    rig.client(m.Cancel(rig.ask(1)))
+    rig.request(2, START)  # the instance is busy
+    rig.request(1)
+    rig.client(m.Cancel(rig.request(1)))
     rig.done()
     assert ended(rig) == []
     rig.done()
@@ -550,7 +555,7 @@ def test_3_5_the_worker_is_told_where_what_runs_last_was_not_to_be_the_last(
 def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     begun(rig)
-    rig.ask(2, START)
+    rig.request(2, START)
     rig.pass_time(5000 * US)
     sent = [type(message) for _, message in rig.workers.take()]
     assert sent == [m.EndSequences, m.Execute]
@@ -558,7 +563,7 @@ def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None
 
 def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True)
-    rig.ask(0)
+    rig.request(0)
     key = rig.rows()[0].key
     rig.done(0, m.Reply(key, m.RESCHEDULED, ""))
     assert ended(rig) == []
@@ -567,8 +572,8 @@ def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
 
 
 def test_3_5_nobody_is_told_of_what_has_not_begun(rig: SequenceRig) -> None:
-    rig.ask(1, START)
-    rig.ask(2, START)
-    waiting = rig.ask(3, START)  # in the backlog, or in a slot
+    rig.request(1, START)
+    rig.request(2, START)
+    waiting = rig.request(3, START)  # in the backlog, or in a slot
     rig.client(m.Cancel(waiting))
     assert ended(rig) == []

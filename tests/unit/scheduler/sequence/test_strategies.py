@@ -13,20 +13,20 @@ def test_the_worked_example_of_two_instances_with_two_slots() -> None:
     """Sequences 0 to 5 (ids 1 to 6): four get the slots, two wait; who ends makes room."""
     rig = SequenceRig(rows=2, instances=2)
     for sequence in range(1, 7):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
     # Spread over the instances before one is filled; an instance that is idle runs at once.
     assert rig.batches() == {0: [1], 1: [2]}
     rig.done(0)
     rig.done(1)
     assert rig.batches() == {0: [None, 3], 1: [None, 4]}
-    rig.ask(4, END)
+    rig.request(4, END)
     rig.done(1)
     # The END is in a batch: its slot is free, and 5 has it.
     assert rig.batches() == {1: [None, 4]}
     rig.done(1)
     assert rig.batches() == {1: [None, 5]}
     rig.done(0)
-    rig.ask(2, END)
+    rig.request(2, END)
     rig.done(1)
     assert rig.batches() == {1: [2]}
     rig.done(1)
@@ -37,10 +37,10 @@ def test_the_worked_example_of_one_instance() -> None:
     """A lone first request runs at once, as one row; the next of slot 0 and the first of slot 1
     together."""
     rig = SequenceRig(rows=2)
-    rig.ask(1, START)
+    rig.request(1, START)
     assert [(row.slot, row.key > 0, row.flags) for row in rig.rows()] == [(0, True, START)]
-    rig.ask(1)
-    rig.ask(2, START)
+    rig.request(1)
+    rig.request(2, START)
     rig.done()
     both = rig.rows()
     assert [row.key > 0 for row in both] == [True, True]  # READY
@@ -50,14 +50,14 @@ def test_the_worked_example_of_one_instance() -> None:
 def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
     rig = SequenceRig(rows=4)
     for sequence in (1, 2, 3):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
         if sequence == 1:
             assert rig.batches() == {0: [1]}
     rig.done()
     assert rig.batches() == {0: [None, 2, 3]}
     null = rig.rows()[0]
     assert (null.key, null.flags, null.correlation_id, null.correlation_text) == (0, 0, 0, "")
-    rig.ask(2)
+    rig.request(2)
     rig.done()
     assert rig.batches() == {0: [None, 2]}
 
@@ -65,17 +65,17 @@ def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
 def test_3_4_shapes_of_who_waited_longest() -> None:
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
         rig.batches()
     rig.done()
     rig.done()
     rig.batches()
-    rig.ask(3)  # the instance is busy from here on
+    rig.request(3)  # the instance is busy from here on
     rig.batches()
-    rig.ask(2, shape_key=b"b")
+    rig.request(2, shape_key=b"b")
     rig.pass_time(1)
-    rig.ask(1, shape_key=b"a")
-    rig.ask(3, shape_key=b"b")
+    rig.request(1, shape_key=b"a")
+    rig.request(3, shape_key=b"b")
     rig.done()
     assert rig.batches() == {0: [None, 2, 3]}
     rig.done()
@@ -84,10 +84,10 @@ def test_3_4_shapes_of_who_waited_longest() -> None:
 
 def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
     rig = SequenceRig(rows=2)
-    rig.ask(1, START)
+    rig.request(1, START)
     rig.batches()
     for _ in range(3):
-        rig.ask(1)
+        rig.request(1)
     assert rig.batches() == {}
     for _ in range(3):
         rig.done()
@@ -109,7 +109,7 @@ def test_3_4_delay_and_minimum_utilization_only_together(
     given: dict[str, float], waits: bool
 ) -> None:
     rig = SequenceRig(rows=2, given=given)
-    rig.ask(1, START)
+    rig.request(1, START)
     assert rig.batches() == ({} if waits else {0: [1]})
     if waits:
         assert rig.wake_ns == rig.now + 5000 * US + 1
@@ -123,12 +123,12 @@ def test_3_4_enough_slots_end_the_wait_and_so_does_a_deadline() -> None:
     given = {"max_queue_delay_microseconds": 500_000, "minimum_slot_utilization": 0.75}
     rig = SequenceRig(rows=4, given=given)
     for sequence in (1, 2):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
     assert rig.batches() == {}
-    rig.ask(3, START)
+    rig.request(3, START)
     assert rig.batches() == {0: [1, 2, 3]}
     rig.done()
-    rig.ask(1, timeout_ns=100 * MS)
+    rig.request(1, timeout_ns=100 * MS)
     assert rig.now < rig.wake_ns < rig.now + 100 * MS
     rig.pass_time(rig.wake_ns - rig.now)
     assert rig.batches() == {0: [1]}
@@ -138,7 +138,7 @@ def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
     """As Triton's: `inference_count` counts requests, `batch_stats` what ran."""
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
         rig.batches()
     rig.done()
     rig.done()
@@ -150,12 +150,12 @@ def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
 def test_delay_scheduler_counts_slots_and_backlog() -> None:
     """TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER (reference 3)."""
     rig = SequenceRig(rows=2, delay_scheduler=3, backlog_delay_scheduler=2)
-    rig.ask(1, START)
-    rig.ask(2, START)
-    rig.ask(2)
-    rig.ask(3, START)
+    rig.request(1, START)
+    rig.request(2, START)
+    rig.request(2)
+    rig.request(3, START)
     assert rig.batches() == {}
-    rig.ask(4, START)
+    rig.request(4, START)
     assert rig.batches() == {0: [1, 2]}
     rig.done()
     rig.supervisor(m.Drain())
@@ -169,14 +169,14 @@ def test_the_worked_example() -> None:
     """Four candidates, batches of at most two: never two of one sequence, the last two of D one
     after the other, and who ends makes room at once."""
     rig = SequenceRig("oldest", rows=2, given=CANDIDATES)
-    rig.ask("A", START)
+    rig.request("A", START)
     assert rig.batches() == {0: ["A"]}
     for name in "BCD":
-        rig.ask(name, START)
-    rig.ask("E", START)  # no slot is left
-    rig.ask("A")
-    rig.ask("D")
-    rig.ask("D", END)
+        rig.request(name, START)
+    rig.request("E", START)  # no slot is left
+    rig.request("A")
+    rig.request("D")
+    rig.request("D", END)
     seen: list[list[str]] = []
     for _ in range(6):
         rig.done()
@@ -190,7 +190,7 @@ def test_3_5_slots_are_those_of_the_candidates_or_of_the_batch(
 ) -> None:
     rig = SequenceRig("oldest", rows=2, given=given)
     for sequence in range(1, 7):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
     seen: list[int] = []
     while rig.runs():
         seen += rig.batches()[0]
@@ -206,12 +206,12 @@ def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
     }
     rig = SequenceRig("oldest", rows=4, given=given)
     for sequence in (1, 2):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
     assert rig.batches() == {}
-    rig.ask(3, START)
+    rig.request(3, START)
     assert rig.batches() == {0: [1, 2, 3]}
     rig.done()
-    rig.ask(1)
+    rig.request(1)
     assert rig.batches() == {}
     rig.pass_time(1_000_000)
     assert rig.batches() == {0: [1]}
@@ -219,9 +219,9 @@ def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
 
 def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
     rig = SequenceRig("oldest", rows=4, given={"max_candidate_sequences": 4})
-    rig.ask(1, START)
+    rig.request(1, START)
     for _ in range(3):
-        rig.ask(1)
+        rig.request(1)
     for _ in range(4):
         assert rig.batches() == {0: [1]}
         rig.done()
@@ -230,7 +230,7 @@ def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
 def test_3_5_no_null_rows_and_the_slot_says_where_the_state_is() -> None:
     rig = SequenceRig("oldest", rows=4, given=CANDIDATES)
     for sequence in (1, 2, 3):
-        rig.ask(sequence, START)
+        rig.request(sequence, START)
         rig.batches()
     rig.done()
     assert [(row.slot, row.correlation_id) for row in rig.rows()] == [(1, 2), (2, 3)]

@@ -82,8 +82,8 @@ class Office(RegionOffice):
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         await super().publish(make, *roles)
-        if isinstance(self.told[-1], m.RegionWithdrawn):
-            self.withdrawn.put_nowait(self.told[-1].name)
+        if isinstance(self.published[-1], m.RegionWithdrawn):
+            self.withdrawn.put_nowait(self.published[-1].name)
 
 
 async def test_register_and_unregister() -> None:
@@ -92,7 +92,7 @@ async def test_register_and_unregister() -> None:
     await office.registry.register_cuda("r", handle, 100, 1000, ME)
     (checked,) = office.checked
     assert (checked.cuda, checked.byte_size) == (handle, 1100)
-    (published,) = office.told
+    (published,) = office.published
     extent = unpack_range(published.memory_range)
     memory = extent.memory
     assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
@@ -100,7 +100,7 @@ async def test_register_and_unregister() -> None:
     await office.registry.unregister("r", ME)
     assert len(office.registry.active()) == 1, "it is no system memory"
     await office.registry.unregister("r", ME, cuda=True)
-    assert office.told[1:] == [
+    assert office.published[1:] == [
         m.RegionRetired(memory.id, 1),
         m.RegionWithdrawn("r", memory.id, 1),
         replace(published, draining=True),
@@ -111,7 +111,7 @@ async def test_register_and_unregister() -> None:
     assert office.workers == [m.MemoryDropped(memory.id)]
     assert list(office.registry.published()) == []
     await asyncio.sleep(0)
-    assert office.told[-1] == m.RegionDrained(memory.id, 1)
+    assert office.published[-1] == m.RegionDrained(memory.id, 1)
 
 
 async def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
@@ -119,7 +119,7 @@ async def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
     handle = CudaHandle(HANDLE, 0)
     for _ in range(2):
         await office.registry.register_cuda("r", handle, 0, 64, ME)
-    assert len(office.told) == 1
+    assert len(office.published) == 1
     for other, offset, size in (
         (CudaHandle(OTHER, 0), 0, 64),
         (CudaHandle(HANDLE, 1), 0, 64),
@@ -164,8 +164,8 @@ async def test_a_region_is_its_users() -> None:
     registry = office.registry
     handle = CudaHandle(HANDLE, 0)
     await registry.register_cuda("r", handle, 0, 64, ME)
-    memory = unpack_range(office.told[0].memory_range).memory
-    assert (office.told[0].uid, memory.copied) == (ME.uid, False)
+    memory = unpack_range(office.published[0].memory_range).memory
+    assert (office.published[0].uid, memory.copied) == (ME.uid, False)
     with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
         await registry.register_cuda("r", handle, 0, 64, BOB)
     for name in ("r", ""):
@@ -196,7 +196,7 @@ async def test_what_no_worker_can_open_is_not_registered() -> None:
     office = Office(fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-    assert office.told == []
+    assert office.published == []
     assert office.registry.active() == []
 
 
@@ -222,7 +222,7 @@ async def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() 
     answered.set()
     await asyncio.gather(*waiting)
     assert [region.name for region in registry.active()] == ["theirs"]
-    usable = [t for t in office.told if isinstance(t, m.RegionPublished) and not t.draining]
+    usable = [t for t in office.published if isinstance(t, m.RegionPublished) and not t.draining]
     assert len(usable) == 2
 
 
@@ -379,12 +379,12 @@ def body(**changed: Any) -> dict[str, Any]:
 
 
 def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
-    gateway.heard.clear()
+    gateway.received.clear()
     reply = gateway.http.post(f"{PATH}/region/r/register", body())
     assert (reply.status, reply.body) == (200, b"")
     uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     gateway.http.post(f"{PATH}/region/r/register", body(offset=8, device_uuid=uuid)).ok()
-    asked = gateway.heard_of(RegisterCudaRegion)
+    asked = gateway.received_of(RegisterCudaRegion)
     groups = asked[0].groups
     assert os.getgid() in groups
     assert asked == [
@@ -394,9 +394,9 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
-        (told,) = gateway.heard_of(UnregisterRegion)
+        (told,) = gateway.received_of(UnregisterRegion)
         assert (told.name, told.cuda) == (name, True)
-        gateway.heard.clear()
+        gateway.received.clear()
 
 
 # As a real Triton 2.51 answers, which was built with GPUs and has none; the last ones are ours.
@@ -443,11 +443,11 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 def test_what_is_wrong_with_a_registration(
     gateway: Rig, sent: dict[str, Any], status: int, error: str
 ) -> None:
-    gateway.heard.clear()
+    gateway.received.clear()
     reply = gateway.http.post(f"{PATH}/region/r/register", sent)
     assert reply.status == status
     assert reply.error.startswith(error) if status == 400 else reply.error == error
-    assert gateway.heard_of(RegisterCudaRegion) == []
+    assert gateway.received_of(RegisterCudaRegion) == []
 
 
 def test_a_name_is_needed(gateway: Rig) -> None:
@@ -568,12 +568,12 @@ def test_without_a_device_every_call_answers_as_a_triton_that_finds_none(tmp_pat
 
 
 def test_tritonclient(gateway: Rig) -> None:
-    gateway.heard.clear()
+    gateway.received.clear()
     with triton.InferenceServerClient(f"127.0.0.1:{gateway.port}") as client:
         client.register_cuda_shared_memory("r", base64.b64encode(HANDLE), 0, 64)
         assert client.get_cuda_shared_memory_status() == []
         client.unregister_cuda_shared_memory("r")
-    (asked,) = gateway.heard_of(RegisterCudaRegion)
+    (asked,) = gateway.received_of(RegisterCudaRegion)
     assert (asked.handle, asked.device_id, asked.byte_size) == (HANDLE, 0, 64)
 
 

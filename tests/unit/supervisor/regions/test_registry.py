@@ -43,13 +43,13 @@ def key() -> Iterator[str]:
 async def test_register_and_unregister(key: str) -> None:
     office = RegionOffice()
     await office.registry.register("r", key, 100, 1000, ME)
-    (published,) = office.told
+    (published,) = office.published
     assert isinstance(published, RegionPublished)
     extent = unpack_range(published.memory_range)
     memory = extent.memory
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
     await office.registry.unregister("r", ME)
-    retired, withdrawn, draining = office.told[1:]
+    retired, withdrawn, draining = office.published[1:]
     assert retired == RegionRetired(memory.id, 1)
     assert withdrawn == RegionWithdrawn("r", memory.id, 1)
     assert draining == replace(published, draining=True)
@@ -64,8 +64,8 @@ class BusyOffice(RegionOffice):
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         await super().publish(make, *roles)
-        if isinstance(self.told[-1], RegionRetired):
-            self.registry.draining.in_use(7, self.told[-1].memory_id, True)
+        if isinstance(self.published[-1], RegionRetired):
+            self.registry.draining.in_use(7, self.published[-1].memory_id, True)
 
 
 @pytest.mark.parametrize("end", ["unused", "the gateway exits", "the object shrinks"])
@@ -75,16 +75,16 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     office = BusyOffice()
     draining = office.registry.draining
     await office.registry.register("r", key, 0, 8192, ME)
-    memory_id = unpack_range(office.told[0].memory_range).memory.id
+    memory_id = unpack_range(office.published[0].memory_range).memory.id
     await office.registry.unregister("r", ME)
-    assert office.told[1:] == [RegionRetired(memory_id, 1)]
-    published = replace(office.told[0], acknowledge=0)
+    assert office.published[1:] == [RegionRetired(memory_id, 1)]
+    published = replace(office.published[0], acknowledge=0)
     for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
     assert list(office.registry.published()) == for_a_new_gateway
     draining.in_use(8, memory_id, True)  # a request that arrived meanwhile
     draining.in_use(7, memory_id, False)
     await asyncio.sleep(0)
-    assert len(office.told) == 2
+    assert len(office.published) == 2
     if end == "unused":
         draining.in_use(8, memory_id, False)
     elif end == "the gateway exits":
@@ -93,7 +93,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
         os.truncate(f"/dev/shm{key}", 0)
         await office.registry.drop_shrunk()
     await asyncio.sleep(0)
-    assert office.told[2] == RegionWithdrawn("r", memory_id, 1)
+    assert office.published[2] == RegionWithdrawn("r", memory_id, 1)
     draining.released(7, memory_id)
     assert office.workers == [MemoryDropped(memory_id)]
     assert list(office.registry.published()) == []
@@ -103,7 +103,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
 async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
     office = BusyOffice()
     await office.registry.register("r", key, 0, 4096, ME)
-    memory_id = unpack_range(office.told[0].memory_range).memory.id
+    memory_id = unpack_range(office.published[0].memory_range).memory.id
     await office.registry.unregister("r", ME)
     await office.registry.register("r", key, 0, 8192, ME)
     office.registry.draining.in_use(7, memory_id, False)
@@ -116,7 +116,7 @@ async def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None
     office = RegionOffice()
     await office.registry.register("r", key, 0, 4096, ME)
     await office.registry.register("r", key, 0, 4096, ME)
-    assert len(office.told) == 1
+    assert len(office.published) == 1
     for offset, size in ((0, 4095), (1, 4096)):
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
             await office.registry.register("r", key, offset, size, ME)
@@ -129,7 +129,7 @@ async def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) ->
     posix_ipc.unlink_shared_memory(key)
     make_object()
     await office.registry.register("r", key, 0, 8192, ME)
-    before, withdrawn, draining, now = office.told
+    before, withdrawn, draining, now = office.published
     assert withdrawn == RegionWithdrawn("r", unpack_range(before.memory_range).memory.id, 1)
     assert draining == replace(before, draining=True)
     assert (
@@ -172,14 +172,14 @@ async def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
     office = RegionOffice(handles=unchecked_handles(1))
     pin = office.registry.register
     await pin("r", key, 4096, 1024, ME, pin=True)
-    assert unpack_range(office.told[-1].memory_range).memory.pinned
+    assert unpack_range(office.published[-1].memory_range).memory.pinned
     with pytest.raises(AlreadyExists):
         await pin("r", key, 4096, 1024, ME)
     text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
     with pytest.raises(InvalidArgument, match=text):
         await pin("s", key, 0, 4096, ME, pin=True)
     await office.registry.register("s", key, 0, 4096, ME)
-    assert not unpack_range(office.told[-1].memory_range).memory.pinned
+    assert not unpack_range(office.published[-1].memory_range).memory.pinned
     await office.registry.unregister("r", ME)
     await office.registry.unregister("s", ME)
     office.registry.draining.gateway_exited(7)

@@ -53,7 +53,7 @@ def test_a_stream_tells_each_text_as_it_comes(scheduler: Scheduler, folder: Fold
     assert told[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [each.characters for each in scheduler.told]
+    characters = [each.characters for each in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(told[0]["text_output"][0])
 
 
@@ -163,8 +163,8 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
         scheduler.listen()
     told = scheduler.responses[1]
     assert len(told) == 32 and 1 not in scheduler.ended
-    scheduler.made._tell(CreditExecution(1, 32))
-    scheduler.made.instance.link.receive()
+    scheduler.rig._send(CreditExecution(1, 32))
+    scheduler.rig.instance.link.receive()
     scheduler.finish()
     assert len(told) == 33
     assert scheduler.tokens(1) == greedy(folder, 120)
@@ -191,7 +191,7 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
     scheduler.add(2, max_tokens=12, **GREEDY)
     for _ in range(4):
         scheduler.step()
-    scheduler.made.instance.link._take(CancelExecution(1))
+    scheduler.rig.instance.link._take(CancelExecution(1))
     while 1 not in scheduler.ended:
         scheduler.listen()
     scheduler.run()
@@ -201,7 +201,7 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
 
 def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
-    scheduler.made.instance.link._take(CancelExecution(1))
+    scheduler.rig.instance.link._take(CancelExecution(1))
     running = dict(scheduler.running)
     while 1 not in scheduler.ended:
         scheduler.listen()
@@ -377,7 +377,7 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
     assert first.candidates == wanted.indices.tolist()
     assert first.scores == pytest.approx(wanted.values.tolist(), abs=1e-4)
     children = [scheduler.fork(root, 0, token) for token in first.candidates[:2]]
-    scheduler.drop(root.number)
+    scheduler.release(root.number)
     for child, result in zip(children, scheduler.step(), strict=True):
         with torch.inference_mode():
             logits = reference(folder())(torch.tensor([child.tokens])).logits[0, -1]

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Crowd:
-    """Sends requests and does not wait for their answers."""
+class RequestPool:
+    """Requests that are sent without waiting for their responses."""
 
-    def __init__(self, server: Server, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, server: Server, threads: ThreadPoolExecutor) -> None:
         self._server = server
-        self._pool = pool
-        self.asked: list[Future[Any]] = []
+        self._threads = threads
+        self.futures: list[Future[Any]] = []
 
     def call(self, asking: Callable[[], T]) -> Future[T]:
-        """Call this beside what else is going on."""
-        called = self._pool.submit(asking)
-        self.asked.append(called)
+        """Call `asking` in a thread of the pool."""
+        called = self._threads.submit(asking)
+        self.futures.append(called)
         return called
 
-    def do(self, ask: Callable[[Http], Reply]) -> Future[Reply]:
+    def send(self, ask: Callable[[Http], Reply]) -> Future[Reply]:
         """Call `ask` with a connection of its own."""
 
         def run() -> Reply:
@@ -44,7 +44,7 @@ class Crowd:
         self, model: str, request: Any, headers: Mapping[str, str] | None = None
     ) -> Future[Reply]:
         """An inference."""
-        return self.do(lambda http: http.infer(model, request, headers))
+        return self.send(lambda http: http.infer(model, request, headers))
 
     def number(
         self, model: str, value: int, rows: int = 1, columns: int = 1, **parameters: Any
@@ -61,16 +61,16 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowd(server: Server, most: int = 64) -> Iterator[Crowd]:
-    """A crowd of at most that many requests at a time; at the end all have their answers."""
-    with ThreadPoolExecutor(most) as pool:
-        people = Crowd(server, pool)
+def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
+    """Yield a pool of at most `most` concurrent requests; at the end all have completed."""
+    with ThreadPoolExecutor(most) as threads:
+        pool = RequestPool(server, threads)
         try:
-            yield people
+            yield pool
         finally:
-            # Whoever still stands at the gate, because a test failed, would stand there for ever.
-            while not all(asked.done() for asked in people.asked):
-                server.gate.let_through(0.1)
+            # Executions that wait at the gate after a failure are released by nothing else.
+            while not all(asked.done() for asked in pool.futures):
+                server.gate.release_arrivals(0.1)
             server.gate.release_all()
 
 
