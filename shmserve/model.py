@@ -147,7 +147,7 @@ class Lease(Protocol):
 
 
 def _no_workspace(byte_size: int) -> Lease:
-    raise RuntimeError("only a model that a server runs has a workspace")
+    raise RuntimeError("a workspace is available only while a server runs the model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,9 @@ def _definitions(kind: type) -> str:
     try:
         own = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError) as error:
-        raise InvalidArgument(f"the source of class '{kind.__name__}' is not known") from error
+        raise InvalidArgument(
+            f"the source of class '{kind.__name__}' cannot be found: define it in a file"
+        ) from error
     statements = list(_statements(kind))
     named = _names(own)
     used: list[ast.stmt] = []

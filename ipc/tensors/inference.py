@@ -173,7 +173,7 @@ class ResponseSchema:
         except MalformedMessage:
             raise
         except Exception as error:
-            raise MalformedMessage(f"not a response's schema: {error}") from error
+            raise MalformedMessage(f"invalid schema of a response: {error}") from error
 
     def inferred(self, data: Sequence[Any]) -> Inferred:
         """Return the response with these data.

@@ -17,7 +17,7 @@ from shmserve.errors import refused
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
-    """Add the flags of a table to a parser, in the groups of the table.
+    """Declare the flags of a table in a parser, in the groups of the table.
 
     Args:
         parser: The parser of the verb.

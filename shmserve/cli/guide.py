@@ -21,6 +21,10 @@ from shmserve.config.flags import GROUPS, IDLE, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
+# Pages that a search lists last: the contents, and those for developers of the server.
+_LAST = frozenset(
+    f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
+)
 # Methods of a region that only other modules of the client use.
 _INTERNAL = ("memory_range", "ref", "remember", "output_range")
 
@@ -45,7 +49,7 @@ def _pages() -> dict[str, Callable[[], str]]:
     """Return a function for each topic that returns the text of its page."""
     files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
     written = {file.stem.lower(): file.read_text for file in files}
-    return {**written, "client": client_reference, "flags": flags_reference}
+    return {**written, **_GENERATED}
 
 
 def page(topic: str) -> str:
@@ -64,20 +68,33 @@ def page(topic: str) -> str:
 def search(words: str) -> str:
     """Return the sections with all of these words, and their first matching lines.
 
+    A section matches if each word begins a word of it. Titles with the words come first, then
+    sections with the phrase, then those with the most matches. Generated references and pages for
+    developers come last.
+
     Raises:
         InvalidArgument: No section has all words.
     """
     wanted = words.lower().split()
-    found: list[str] = []
+    starts = [re.compile(rf"(?<![a-z]){re.escape(word)}") for word in wanted]
+    whole = [re.compile(rf"(?<![a-z]){re.escape(word)}s?(?![a-z])") for word in wanted]
+    found: list[tuple[tuple[int, bool, bool, int], str]] = []
     for topic, text in _pages().items():
+        rank = 2 if topic in _LAST else topic in _GENERATED
         for section in re.split(r"(?m)^(?=#+ )", text()):
-            if all(word in section.lower() for word in wanted):
-                lines = [line for line in section.splitlines() if wanted[0] in line.lower()]
-                title = section.splitlines()[0].lstrip("# ")
-                found += [f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), ""]
+            matches = [len(each.findall(section.lower())) for each in starts]
+            if not all(matches):
+                continue
+            title = section.splitlines()[0].lstrip("# ")
+            in_title = all(each.search(f"{topic} {title}".lower()) for each in whole)
+            lines = [line for line in section.splitlines() if starts[0].search(line.lower())]
+            shown = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
+            phrase = words.lower() in section.lower()
+            order = (rank, not in_title, not phrase, -sum(matches))
+            found.append((order, "\n".join(shown)))
     if not found:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
-    return "\n".join(found)
+    return "\n".join(text for _, text in sorted(found, key=lambda each: each[0]))
 
 
 def client_reference() -> str:
@@ -165,3 +182,6 @@ def _flag_help(flag: Flag) -> list[str]:
             flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
         ),
     ]
+
+
+_GENERATED = {"client": client_reference, "flags": flags_reference}

@@ -388,7 +388,7 @@ class ServerConnection(ServerState):
 
 def _why_not(error: Exception) -> str:
     if isinstance(error, PermissionError):
-        return "this user may not connect to the server"
+        return "this user may not connect to the server (see its flag --shm-group)"
     if isinstance(error, frames.OtherVersion):
         return f"the server cannot be used: {error},"
     if isinstance(error, ConnectionResetError | BrokenPipeError | MalformedMessage):

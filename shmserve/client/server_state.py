@@ -79,7 +79,7 @@ class ClientModels:
         self.ready = True
 
     def publish(self, message: ModelPublished) -> None:
-        """Add a version, or replace it after a change."""
+        """Register a version, or replace it after a change."""
         key = (message.name, message.version)
         old = self._models.get(key)
         model = self._models[key] = ClientModel(message, self)

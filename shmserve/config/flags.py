@@ -239,7 +239,9 @@ def _cache_size(text: str) -> int:
     if name != "local":
         raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (there is: local,size=BYTES)")
     if key != "size":
-        raise InvalidArgument(f"{_CACHE}: the local cache has no setting '{key}' (there is: size)")
+        raise InvalidArgument(
+            f"{_CACHE}: unknown setting '{key}' of the local cache (allowed: size)"
+        )
     size = _CACHE_SIZE.parse(value)
     assert isinstance(size, int)
     return size
@@ -334,7 +336,7 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
         parse = _SETTINGS.get(name)
         if parse is None:
             known = ", ".join(_SETTINGS)
-            raise InvalidArgument(f"{_METRICS}: there is no setting '{name}' (there are: {known})")
+            raise InvalidArgument(f"{_METRICS}: unknown setting '{name}' (allowed: {known})")
         try:
             config = replace(config, **{name: parse(value)})
         except InvalidArgument as error:

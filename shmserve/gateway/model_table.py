@@ -101,7 +101,7 @@ class ModelTable:
         self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
-        """Add a version, or replace it."""
+        """Register a version, or replace it."""
         self.revision += 1
         self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})

@@ -249,7 +249,7 @@ class RegionTable:
         self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """Add a region under its name, or list a region that only requests in flight use."""
+        """Register a region under its name, or list a region that only requests in flight use."""
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:

@@ -56,7 +56,7 @@ class Tls:
                 context.load_verify_locations(self.root_cert)
             except OSError:
                 raise InvalidArgument(
-                    f"--grpc-root-cert: '{self.root_cert}' holds no certificate in PEM"
+                    f"--grpc-root-cert: '{self.root_cert}' contains no PEM certificate"
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context

@@ -221,7 +221,9 @@ def entries(path: Path) -> list[Any]:
 def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
     for number, entry in enumerate(entries(path)):
         if not isinstance(entry, dict):
-            raise InvalidArgument(f"--data: request {number} of '{path}' is no object of inputs")
+            raise InvalidArgument(
+                f"--data: request {number} of '{path}' must be a JSON object {{input: values}}"
+            )
         try:
             yield {name: maker.of_elements(name, value) for name, value in entry.items()}
         except (InvalidArgument, KeyError, ValueError, TypeError) as error:

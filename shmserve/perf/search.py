@@ -145,7 +145,7 @@ class Search:
             self._largest_batch(replace(self._from(start), **way))
 
     def _climb(self, start: Candidate, ahead: Sequence[int]) -> bool:
-        """Increase the number of instances while that gains; return whether it did."""
+        """Raise the number of instances while that gains; return whether it did."""
         for taken, number in enumerate(ahead):
             before = self._reached
             self._largest_batch(replace(self._from(start), instances=number))

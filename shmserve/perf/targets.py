@@ -203,10 +203,10 @@ def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
     from shmserve.protocols.http import OPENAI, OpenAIDoor, OpenAIRequest
 
     if args.url is None:
-        raise InvalidArgument("--openai takes --url http://HOST:PORT")
+        raise InvalidArgument("--openai requires --url http://HOST:PORT")
     address = servers.address(args.url)
     if address.protocol != "http":
-        raise InvalidArgument(f"--openai takes --url http://HOST:PORT, not '{args.url}'")
+        raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
     door = OpenAIDoor(address, servers.credentials(args), poller, OPENAI[args.openai])
     requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _try_one(args, poller, door, requests[0])

@@ -291,7 +291,7 @@ def _parsed(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise TransportError("the server did not answer in JSON") from error
+        raise TransportError("the server's response is not JSON") from error
 
 
 def _error_text(content: bytes) -> str:

@@ -137,11 +137,11 @@ class Reports:
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
-        """Add the counts of the version that this version replaces."""
+        """Continue the counts of the version that this version replaces."""
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of what was here before cannot be read")
+            logger.exception("the statistics of the previous version cannot be read")
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
@@ -233,7 +233,7 @@ class Core(Protocol[R]):
         """
 
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
-        """Answer a request from the cache; it has passed `check`."""
+        """Serve a request from the cache; it has passed `check`."""
 
     def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
         """Cancel a request; `listening` as in `Cancel`."""

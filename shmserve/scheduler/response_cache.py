@@ -122,7 +122,7 @@ class ResponseCache:
         return data if type(data) is bytes else self._read(unpack_range(data))
 
     def insert(self, key: bytes, response: Packed) -> int:
-        """Add the response to a request that missed; return the duration in ns."""
+        """Store the response to a request that missed; return the duration in ns."""
         began_ns = self._clock()
         schema, data = response
         try:
@@ -244,7 +244,7 @@ class LruCache(Generic[T]):
         return entry[1]
 
     def insert(self, key: bytes, value: T, byte_size: int) -> bool:
-        """Add a value and evict others to make space.
+        """Store a value, and evict others to make space.
 
         Return False, without a change, if it is larger than the cache.
         """

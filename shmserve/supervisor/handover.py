@@ -88,9 +88,12 @@ class Handover:
                 raise FileNotFoundError
             self.run_dir.take()
         except OSError:
-            raise Unavailable("the server that was to be followed has ended") from None
+            raise Unavailable("the previous server has exited") from None
         self._listeners.lent = offer.lent
-        logger.info("%d registered regions are the other server's", len(self._regions.active()))
+        logger.info(
+            "%d registered regions were received from the previous server",
+            len(self._regions.active()),
+        )
         accepted = asyncio.ensure_future(self._accepted.wait())
         await either(accepted, before.ended)
         accepted.cancel()
@@ -111,7 +114,7 @@ class Handover:
         self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
-        logger.info("the server before has ended")
+        logger.info("the previous server has exited")
 
     # --- the successor
 
@@ -134,7 +137,7 @@ class Handover:
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
-        logger.info("another server (pid %d) is to take over", pid)
+        logger.info("a successor (pid %d) has started, and takes over when it is ready", pid)
         self._after = HandoverLink(link, self._obey)
         in_background(self._watch(self._after), self._tasks)
 
@@ -149,7 +152,7 @@ class Handover:
         self._after = None
         self._kept.mirror_to(None)
         if not self.is_followed:
-            logger.warning("the server that was to take over has ended: this one goes on")
+            logger.warning("the successor has exited before it took over; this server continues")
 
     async def _pass_all(self) -> None:
         after = self._after
@@ -162,7 +165,7 @@ class Handover:
             self.is_followed = True
             self._listeners.lend_all()
             self._local_clients.connections.lend()
-            logger.info("another server takes over")
+            logger.info("the successor takes over")
             self._on_followed()
 
     def let_successor_accept(self) -> None:

@@ -65,7 +65,7 @@ class RepositoryPoller:
             logger.error("%s", error.message)
             return []
         except Exception:
-            logger.exception("the model repositories could not be looked at")
+            logger.exception("the model repositories could not be scanned")
             return []
         names = sorted({*found, *self._registry.models})
         wanted = [(name, self._may_serve(name, found.get(name))) for name in names]
@@ -175,7 +175,7 @@ class Reload:
             return
         self._adopt(config)
         if config.model_control_mode == "explicit":
-            logger.info("models are loaded and unloaded on request: they are as they were")
+            logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
         models = asyncio.gather(*await self._poller.look())
         superseded = asyncio.ensure_future(self._requested.wait())

@@ -248,7 +248,7 @@ class Executor:
             if too_large:
                 logger.warning("%d requests are too many for the memory (%r)", len(requests), error)
             elif len(requests) > 1:
-                logger.warning("a batch failed (%r) and is run again one by one", error)
+                logger.warning("a batch failed (%r); its requests are executed one by one", error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):
                 # In no variable: with its traceback the error would keep the model's inputs.
                 return [self._failed(opened[0], self._explain(error, requests[0]))]

@@ -135,7 +135,7 @@ class LeasedWorkspace:
 
     def _check(self) -> None:
         if type(self._byte_size) is not int or self._byte_size < 1:
-            raise Internal(f"a workspace has a positive number of bytes, not {self._byte_size!r}")
+            raise Internal(f"workspace: the number of bytes must be > 0, got {self._byte_size!r}")
         if _HOLDS.get():
             raise Internal(
                 "this execution has a workspace already: ask for all that it needs at once"

@@ -173,17 +173,21 @@ class DeviceMemory:
             pointer = cuda.open(handle.raw, handle.device)
             self._used.add(handle.device)
         except CudaError as error:
-            logger.warning("a client's memory on device %d: %s", handle.device, error)
+            logger.warning(
+                "a client's memory on device %d cannot be opened: %s", handle.device, error
+            )
             self._blame(cuda, handle.device)
             raise InvalidArgument(
-                "the CUDA handle of a shared memory region cannot be opened: its owner is gone, or "
-                f"it is not of device {handle.device} of the server"
+                "the CUDA handle of a shared memory region cannot be opened: its owner has exited, "
+                f"or it is not of device {handle.device} of the server"
             ) from None
         try:
             base, byte_size = cuda.extent(pointer, handle.device)
         except CudaError as error:
             cuda.close(pointer, handle.device)
-            logger.warning("a client's memory on device %d: %s", handle.device, error)
+            logger.warning(
+                "a client's memory on device %d cannot be opened: %s", handle.device, error
+            )
             raise InvalidArgument(
                 "the CUDA handle of a shared memory region means no allocation"
             ) from None

@@ -261,7 +261,7 @@ class Memories:
             self._keepers[keeper] = None
 
     def add(self, segment: AnySegment) -> MemoryBlock:
-        """Add a segment that was created elsewhere; return it as one block.
+        """Register a segment that was created elsewhere; return it as one block.
 
         Raises like `allocate`.
         """

@@ -47,11 +47,11 @@ from shmserve.ipc.trace import TraceContext, explain, unpack_spans
 from shmserve.ipc.transport.dealer import Dealer, LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 
-DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
+DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
 LATE = "no response arrived within the timeout"
 ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
-_TWICE = "the server ended the connection, twice"
+_TWICE = "the server closed the connection twice"
 
 
 class ClientRequest(InflightRequest):
@@ -162,7 +162,7 @@ class ClientRequest(InflightRequest):
         self.done(outcome)
 
     def explain(self, result: Result, spans: bytes) -> None:
-        """Add the latency breakdown of the request to the parameters of a result.
+        """Write the latency breakdown of the request to the parameters of a result.
 
         Args:
             result: The result.
@@ -283,7 +283,7 @@ class RequestChannel:
         if size > LARGEST_WORK:
             built.end()
             raise InvalidArgument(
-                f"a request of {size} bytes besides its tensors is larger than {LARGEST_WORK}"
+                f"the request has {size} bytes besides its tensors, the maximum is {LARGEST_WORK}"
             )
         pending.submit = make_submit(
             next(self._numbers),

@@ -117,7 +117,7 @@ def _check_whole(built: PackedRequest, result: Result) -> None:
     lacking = [name for name in asked or built.model.signature.outputs if name not in result]
     if lacking:
         names = ", ".join(f"'{name}'" for name in lacking)
-        raise Internal(f"model '{built.model.name}' has not made what it was asked for: {names}")
+        raise Internal(f"model '{built.model.name}' did not return the requested outputs {names}")
 
 
 def read_one_of_many(reader: Reader, message: Responded) -> Result:

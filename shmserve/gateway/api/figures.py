@@ -86,7 +86,7 @@ class History:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, at_s: float, rows: Mapping[str, Row]) -> None:
-        """Add the rows at `at_s` (seconds since the epoch), unless the last rows are recent."""
+        """Record the rows at `at_s` (seconds since the epoch), unless the last rows are recent."""
         snapshots = self._snapshots
         if snapshots and 0 <= at_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return

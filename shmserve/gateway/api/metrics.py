@@ -45,7 +45,7 @@ class ExpositionFamily:
     samples: list[str] = field(default_factory=list)
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
-        """Add a sample."""
+        """Record a sample."""
         ordered = sorted(labels.items(), key=_sort_key)
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 

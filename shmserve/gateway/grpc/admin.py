@@ -284,7 +284,7 @@ def _file_of(symbol: str) -> Any:
 
 
 def _add_files(response: ServerReflectionResponse, file: Any) -> None:
-    """Add a file and the files that it imports to a response."""
+    """Write a file and the files that it imports to a response."""
     pending, sent = [file], set()
     while pending:
         file = pending.pop(0)

@@ -370,7 +370,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._drained = self._loop.create_future()
             await self._drained
         if self.transport is None:
-            raise ConnectionResetError("the client is gone")
+            raise ConnectionResetError("the client has disconnected")
 
     # --- reading, called by the parser and its streams
 

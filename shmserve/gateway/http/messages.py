@@ -278,7 +278,7 @@ def _framed(chunk: bytes) -> bytes:
 def _open_transport(request: HttpRequest) -> asyncio.Transport:
     transport = request.connection.transport
     if transport is None or transport.is_closing():
-        raise ConnectionResetError("the client is gone")
+        raise ConnectionResetError("the client has disconnected")
     return transport
 
 

@@ -250,7 +250,7 @@ class Cors:
         return HttpResponse(200, (), "".join(f"{line}\r\n" for line in lines).encode())
 
     def permit(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Add the headers that allow a page to read a response."""
+        """Set the headers that allow a page to read a response."""
         if not self._all:
             response.headers += b"Vary: Origin\r\n"
         if self.allows(request):

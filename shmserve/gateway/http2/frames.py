@@ -92,7 +92,7 @@ def settings(values: dict[int, int]) -> bytes:
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
     if len(payload) % _SETTING.size:
-        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS of a broken size")
+        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS frame with an invalid size")
     for key, value in _SETTING.iter_unpack(payload):
         if key == ENABLE_PUSH and value > 1:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")

@@ -113,7 +113,7 @@ class Resources:
         return () if self._uses is None else self._uses.regions
 
     def allocate(self, sizes: list[int]) -> list[Range]:
-        """Allocate ranges of these sizes, in bytes, in one arena block.
+        """Reserve ranges of these sizes, in bytes, in one arena block.
 
         Raises:
             Unavailable: The arena is full.
@@ -502,7 +502,7 @@ class ArrivingRequest(ArrivingTensors):
 def receive(
     gateway: Gateway, model: GatewayModel, request: InferRequest, byte_size: int
 ) -> ArrivingRequest:
-    """Allocate the memory for the tensors of a request whose head was received.
+    """Reserve the memory for the tensors of a request whose head was received.
 
     The request is checked first, so that an invalid request costs no upload.
 

@@ -76,7 +76,7 @@ class Account:
         self._explained = 0.0
 
     def earn(self, held: int) -> None:
-        """Add the share of requests in time."""
+        """Credit the share of requests in time."""
         if self.credit < _MOST:
             self.credit += _EARNED * held
 
@@ -275,7 +275,7 @@ class AdaptiveBatcher(Batcher):
         self._aim(count - misses, self._account.unexplained(misses))
 
     def _aim(self, held: int, misses: int) -> None:
-        """Adjust the aim by requests in time and by misses that no trial has caused."""
+        """Correct the aim by requests in time and by misses that no trial has caused."""
         self._account.earn(held)
         self._misses = min(max(self._misses - _TOLERATED * held, 0) + misses, _MOST_MISSES)
         self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * held) * (1 - _STEP) ** misses

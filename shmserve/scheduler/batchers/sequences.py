@@ -78,14 +78,14 @@ class WaitingRequests:
         return next(iter(self._runs[0].values()))
 
     def append(self, request: ScheduledRequest) -> None:
-        """Add a request at the back."""
+        """Queue a request at the back."""
         if not self._runs or request.flags & SEQUENCE_START:
             self._runs.append(OrderedDict())
         run = self._run_of[request.key] = self._runs[-1]
         run[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
-        """Add a request at the front; the requests up to the next START belong to its run."""
+        """Queue a request at the front; the requests up to the next START belong to its run."""
         if not self._runs or self.first.flags & SEQUENCE_START:
             self._runs.appendleft(OrderedDict())
         run = self._run_of[request.key] = self._runs[0]
@@ -265,11 +265,11 @@ class Backlog:
         return len(self._by_owner.get(owner, ()))
 
     def append(self, sequence: StatefulSequence) -> None:
-        """Add a sequence after all others of its owner."""
+        """Queue a sequence after all others of its owner."""
         self._by_owner.setdefault(sequence.owner, OrderedDict())[sequence] = None
 
     def put_back(self, sequence: StatefulSequence) -> None:
-        """Add a sequence before all others."""
+        """Queue a sequence before all others."""
         self.append(sequence)
         self._by_owner[sequence.owner].move_to_end(sequence, last=False)
         self._by_owner.move_to_end(sequence.owner, last=False)
@@ -330,7 +330,7 @@ class Sequences:
     # --- instances --------------------------------------------------------------------------------
 
     def join(self, slots: InstanceSlots) -> None:
-        """Add an instance, whose slots are free."""
+        """Register an instance, whose slots are free."""
         for slot in range(len(slots.sequences)):
             heapq.heappush(self._free, (slot, slots.order, slots))
         self._fill()
@@ -402,7 +402,7 @@ class Sequences:
             )
 
     def arrive(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
-        """Add a checked request; return whether it began an open id anew."""
+        """Queue a checked request; return whether it began an open id anew."""
         sequence = self._open.get(correlation_id)
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:

@@ -184,7 +184,7 @@ class UnreadResponses:
         return self._window.is_open
 
     def add(self, values: Iterable[Value], byte_size: int) -> None:
-        """Add a response that is sent; its values are released once it is read."""
+        """Record a response that is sent; its values are released once it is read."""
         self._window.sent(byte_size)
         self._values.append(list(values))
 
@@ -225,7 +225,7 @@ class EnsembleRequests:
         self.timers: Timers[EnsembleRequest] = Timers(lambda each: each.state is EnsembleState.DONE)
 
     def add(self, request: EnsembleRequest) -> None:
-        """Add an admitted request."""
+        """Register an admitted request."""
         request.client.requests[request.submit.id] = request
         self.count += 1
         self.touched[request] = None

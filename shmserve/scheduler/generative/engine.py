@@ -86,7 +86,7 @@ class Engine(Generic[T]):
         return needed <= self.pool.count and (generation.beams is None or generation.rows <= seats)
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
-        """Add a generation.
+        """Register a generation.
 
         `resumed` has the tokens of its open samples if another instance has lost it.
         """

@@ -139,7 +139,7 @@ class BlockPool:
     # --- references
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to blocks, which may be cached."""
+        """Take a reference to blocks, which may be cached."""
         for block in blocks:
             self.references[block] += 1
             self._cached.pop(block, None)
@@ -301,7 +301,7 @@ class Sequence(Generic[T]):
         return found
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
-        """Add its full blocks to the prefix cache."""
+        """Register its full blocks in the prefix cache."""
         full = self.computed // block_size
         if full > self.sealed:
             keys = self.prefix_keys(block_size, full)

@@ -40,7 +40,7 @@ class Waiter:
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, take: Take) -> None:
-        """Add a descriptor; it is handled after those that are watched already."""
+        """Watch a descriptor; it is handled after those that are watched already."""
         self.takers[fd] = take
         self._epoll.register(fd, select.EPOLLIN)
 

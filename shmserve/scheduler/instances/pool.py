@@ -382,7 +382,7 @@ class Pool:
         return slot
 
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
-        """Add an open request to an instance, without an execution."""
+        """Register an open request with an instance, without an execution."""
         slot.requests[request.key] = request
         request.worker = slot.worker
         request.responded_ns = now_ns

@@ -120,7 +120,9 @@ class Results:
         replies = matched(requests, message.replies)
         if replies is None:
             self.unexpected += 1
-            logger.error("an instance returned a batch with replies that do not fit it")
+            logger.error(
+                "an instance returned replies that do not match its batch, whose requests fail"
+            )
             replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
         for reply in replies:
             code, request = reply.code, slot.requests[reply.key]

@@ -62,7 +62,7 @@ class Timers(Generic[R]):
         return len(self._heap)
 
     def add(self, until_ns: int, request: R) -> None:
-        """Add a timer of a request."""
+        """Start a timer of a request."""
         heap = self._heap
         if len(heap) >= self._sweep_at:
             self._sweep()
@@ -148,12 +148,12 @@ class PriorityQueue:
         return 0 if found is None else len(found)
 
     def append(self, request: ScheduledRequest) -> None:
-        """Add a request after those of its level that are in time."""
+        """Queue a request after those of its level that are in time."""
         self._levels[request.level].in_time[request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Add a request before all others of its level.
+        """Queue a request before all others of its level.
 
         Before the delayed ones if it is delayed.
         """
@@ -249,7 +249,7 @@ class RequestQueue:
         *,
         cached: bool = False,
     ) -> ScheduledRequest:
-        """Add a request and return it; a `cached` one only gets a timer for its deadline.
+        """Queue a request and return it; a `cached` one only gets a timer for its deadline.
 
         Raises:
             Unavailable: Its deadline has passed.

@@ -405,7 +405,7 @@ class Instances:
                 self._announce(instance)
 
     def attach(self) -> None:
-        """Attach every ready instance to the current scheduler."""
+        """Connect every ready instance to the current scheduler."""
         attach = m.Attach(self._scheduler.instances_endpoint)
         for instance in self._all:
             if instance.state is InstanceState.READY:

@@ -350,7 +350,7 @@ class Lifecycle:
                 self._publish(model)
             self._retire(model)
         except Exception:  # the orders of the other models continue
-            logger.exception("model '%s' could not be followed", model.name)
+            logger.exception("the state of model '%s' could not be updated", model.name)
             if model.orders and not model.orders[0].settled:
                 self._fail(model.orders[0], Internal("internal error"))
 

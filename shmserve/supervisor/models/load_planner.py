@@ -200,7 +200,7 @@ class LoadPlanner:
                 group.kind = group.KIND_CPU
                 group.ClearField("gpus")
         for name in model_config.merge_duplicates(config):
-            logger.warning("model %s: %s is given twice, equally", folder.name, name)
+            logger.warning("model %s: %s is defined twice with equal values", folder.name, name)
         return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(
@@ -331,7 +331,7 @@ def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
-    """Add the attribute `environment` of a class to its parameters.
+    """Copy the attribute `environment` of a class to its parameters.
 
     It is read from the text of the file, which only that environment may be able to import.
 

@@ -304,7 +304,9 @@ class LifecycleExecutor(LifecycleActions):
             try:
                 await version.regroup(group, partial(self._publish_move, model))
             except ShmserveError as error:
-                logger.error("model '%s' stays where it is: %s", model.name, error.message)
+                logger.error(
+                    "model '%s' cannot move to another process: %s", model.name, error.message
+                )
         self.lifecycle.moved(order)
 
     async def _publish_move(self, model: ModelEntry) -> None:

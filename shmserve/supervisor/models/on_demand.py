@@ -224,7 +224,7 @@ class OnDemand:
             names = await self._due()
             gone = {version for name in names for version in self._registry.models[name].versions}
             for name in names:
-                logger.info("model '%s' is unloaded until it is asked for", name)
+                logger.info("model '%s' is unloaded; its next request loads it", name)
                 self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_GONE_WITHIN_S):

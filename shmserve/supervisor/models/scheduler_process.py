@@ -201,8 +201,7 @@ class VersionScheduler:
             return CacheStart(shares.join(id(self), self.send), os.getpid())
         if config.cached:
             logger.warning(
-                "model '%s' asks for a response cache, which this server has not: see "
-                "--cache-config",
+                "model '%s' has a response_cache, but the server has no cache: set --cache-config",
                 self._spec.name,
             )
         return CacheStart()

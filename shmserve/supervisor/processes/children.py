@@ -117,7 +117,7 @@ class ProcessTable:
         return list(self._known.values())
 
     def adopt(self, pid: int, title: str) -> Child:
-        """Add a process that was just started."""
+        """Register a process that was just started."""
         child = Child(pid, title, self._loop.create_future())
         self._known[pid] = child
         self._on_start(child)
@@ -174,10 +174,10 @@ class ProcessTable:
             try:
                 on_exit(child)
             except Exception:  # other processes may have exited, too
-                logger.exception("the end of %s could not be dealt with", child.title)
+                logger.exception("the exit of %s could not be handled", child.title)
 
     def _stopped(self, child: Child) -> None:
-        logger.warning("%s is stopped; it is replaced if it stays so", child.title)
+        logger.warning("%s is stopped; it is replaced if it does not continue", child.title)
         self._continued(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._stays_stopped, child)
 

@@ -157,7 +157,7 @@ class ControlSocket:
             self._take(*item)
 
     def calls(self, address: Address) -> None:
-        """Add the role "caller" to a worker that calls models: it receives changes of models."""
+        """Grant the role "caller" to a worker that calls models: it receives changes of models."""
         if address in self._enrolled:
             self._callers.add(address)
 

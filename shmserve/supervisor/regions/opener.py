@@ -203,7 +203,7 @@ class HandleCheck:
             async with asyncio.timeout(_PATIENCE_S):
                 response = await future
         except TimeoutError:
-            logger.info("no worker had time to look at a CUDA handle; its first request will")
+            logger.info("no worker was free to check a CUDA handle; its first request checks it")
             return
         finally:
             del self._open[number]

@@ -45,7 +45,7 @@ class ExporterWatch:
             self._fd = os.pidfd_open(pid)
         except OSError as error:
             raise InvalidArgument(
-                f"{CUDA_INVALID} (the process that exported it is gone)"
+                f"{CUDA_INVALID} (the process that exported it has exited)"
             ) from error
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._ended, on_exit)
@@ -187,7 +187,9 @@ class KeptRegions:
             try:
                 region = _reopened(fds, reopen)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
-                logger.warning("a registration of the server before is lost: %s", error)
+                logger.warning(
+                    "a registration of the previous server cannot be restored: %s", error
+                )
                 for fd in fds:
                     os.close(fd)
                 self._manager.drop(name)

@@ -176,7 +176,9 @@ class RegionRegistry:
         for region in self._kept.restore(given, self._opener.reopen):
             self._active[region.name] = region
         if given:
-            logger.info("%d registered regions are those of the server before", len(self._active))
+            logger.info(
+                "%d registered regions were taken over from the previous server", len(self._active)
+            )
 
     async def apply(self, verb: str, kept_as: str, fds: list[int]) -> None:
         """Apply a change of the other server of a handover: KEEP or DROP.

@@ -121,7 +121,7 @@ class RateLimiter:
     # --- members ----------------------------------------------------------------------------------
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
-        """Add instances of a model version by index, with the smallest score of all instances.
+        """Register instances of a model version by index, with the smallest score of all instances.
 
         Raises:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
@@ -310,7 +310,7 @@ class Tickets:
         self._schedulers: dict[int, Address] = {}
 
     def join(self, member: int, needs: Mapping[int, Needs]) -> None:
-        """Add instances of a model version by index.
+        """Register instances of a model version by index.
 
         Raises:
             InvalidArgument: An instance needs more resources than are configured.
@@ -393,7 +393,7 @@ class CacheShares:
         return self.byte_size // max(1, len(self._members))
 
     def join(self, member: int, send: Callable[[ResizeCache], None]) -> int:
-        """Add a member and return its share. The other members are sent theirs."""
+        """Register a member and return its share. The other members are sent theirs."""
         if member not in self._members:
             self._members[member] = send
             self._send_all(member)

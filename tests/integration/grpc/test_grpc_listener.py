@@ -226,7 +226,7 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
     )
     assert (found.returncode, found.stderr) == (
         2,
-        f"shmserve: --grpc-root-cert: '{key}' holds no certificate in PEM\n",
+        f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
     )
 
 

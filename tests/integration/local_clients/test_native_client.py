@@ -432,7 +432,7 @@ def test_a_link_that_the_server_ends(client) -> None:
     for other in others:
         other.send(request)
         assert isinstance(answer(other), Finished)
-    with pytest.raises(shmserve.client.Unavailable, match="ended the connection, twice"):
+    with pytest.raises(shmserve.client.Unavailable, match="closed the connection twice"):
         client.infer("identity", INPUT0=x, timeout=20)
     for other in others:
         other.close()

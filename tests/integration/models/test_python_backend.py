@@ -311,7 +311,7 @@ def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL)
     made, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
-    lacks = "model 'partial' has not made what it was asked for: 'OUTPUT0'"
+    lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}

@@ -124,8 +124,8 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
     assert told == [
         "RuntimeError('one')",
         "RuntimeError('other')",
-        "the end of one could not be dealt with",
-        "the end of other could not be dealt with",
+        "the exit of one could not be handled",
+        "the exit of other could not be handled",
     ]
 
 

@@ -135,7 +135,7 @@ def test_by_taking_over(folder: Path) -> None:
                 [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
             )
             assert before.wait_exit(60) == 0, before.log() + server.log()
-            server.wait_log("the server before has ended")
+            server.wait_log("the previous server has exited")
             load.wait_answered()
             if before is not first:
                 before.discard()

@@ -135,7 +135,7 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
             assert failing.wait_exit(20) is not None
             until("its folder is gone", lambda: not list(run_dir.glob("g[0-9]*")), 5)
             failing.discard()
-            server.wait_log("this one goes on")
+            server.wait_log("this server continues")
             assert_untouched(server)
         (slow / "slow" / "1" / "model.py").write_text("raise ValueError('not today')")
         failing = next_to(server, slow)
@@ -155,7 +155,7 @@ def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Pat
         visit.release()
         following.gate.close()
         assert following.wait_exit(30) == 1
-        assert "the server that was to be followed has ended" in following.log()
+        assert "the previous server has exited" in following.log()
         following.discard()
 
 
@@ -173,7 +173,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
             following = next_to(server, repository, *flags)
             servers.append(following)
             assert servers[-2].wait_exit(60) == 0, following.log()
-            following.wait_log("the server before has ended")
+            following.wait_log("the previous server has exited")
             assert (run_dir / "guests" / "addresses").read_text() == addresses
             with contextlib.closing(UnixHttp(path)) as unix, server.http() as http:
                 unix.get("/v2/health/ready").ok()

@@ -206,5 +206,5 @@ def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
     array = np.ones(2, np.float32)
     one, two = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))
     assert (one != two).all()
-    server.wait_log("asks for a response cache")
+    server.wait_log("has a response_cache")
     assert not server.samples("nv_cache_num_hits_per_model")

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,16 +56,36 @@ def test_one_like_nothing_is_told_where_they_are(capsys: pytest.CaptureFixture[s
     assert "`shmserve guide` lists them" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("autoscaling", "debug", "pytest", "notebook", "troubleshooting", "hot reload", "timeout"),
-        *("Docker", "Jetson", "uninstall", "rotation", "FastAPI"),
-    ],
-)
-def test_a_search_lists_sections(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+FINDS = {
+    **dict.fromkeys(("FastAPI", "Flask"), "web"),
+    **dict.fromkeys(("Docker", "Jetson", "systemd", "uninstall", "upgrade"), "deployment"),
+    **dict.fromkeys(("kubernetes", "zero downtime", "install", "rotation"), "deployment"),
+    **dict.fromkeys(("nginx", "CORS", "token", "TLS", "firewall", "401"), "security"),
+    **dict.fromkeys(("priority", "quota", "warmup", "timeout", "rate limit"), "batching"),
+    **dict.fromkeys(("hot reload", "traceback", "profiling", "breakpoint"), "debug"),
+    **dict.fromkeys(("notebook", "Jupyter", "JPEG", "asyncio"), "clients"),
+    **dict.fromkeys(("streaming", "scale to zero"), "models"),
+    **dict.fromkeys(("out of memory", "429"), "troubleshooting"),
+    **dict.fromkeys(("prometheus", "grafana", "liveness"), "observability"),
+    **dict.fromkeys(("autoscaling", "autoscale"), "instances"),
+    **dict.fromkeys(("load balancing", "Ray"), "scaling"),
+    **dict.fromkeys(("OpenAI", "tool calling"), "generation"),
+    **dict.fromkeys(("conda", "virtualenv", "ONNX", "lora"), "backends"),
+    **{
+        name: name for name in ("debug", "camera", "troubleshooting", "sequences", "perf", "faults")
+    },
+    "pytest": "testing",
+    "crash": "faults",
+    "padding": "shapes",
+    "pipeline": "backends",
+}
+
+
+@pytest.mark.parametrize("words", FINDS)
+def test_a_search_lists_the_best_page_early(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide", "--search", words]) == 0
-    assert capsys.readouterr().out.startswith("shmserve guide ")
+    shown = re.findall(r"^shmserve guide (\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert FINDS[words] in shown[:3]
 
 
 def test_a_search_without_a_result_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

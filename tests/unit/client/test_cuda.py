@@ -331,7 +331,7 @@ def test_a_dead_exporter_fails_its_own_requests_only(
 ) -> None:
     dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
     cuda.revoke(exporting.allocated[dead.segment.address])
-    with pytest.raises(InvalidArgument, match="cannot be opened: its owner is gone"):
+    with pytest.raises(InvalidArgument, match="cannot be opened: its owner has exited"):
         ask(host, client, dead)
     ask(host, client, alive)
 

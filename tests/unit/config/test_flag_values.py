@@ -24,7 +24,7 @@ def test_the_size_of_the_cache() -> None:
         (["local,size"], None, "is not CACHE,SETTING=VALUE"),
         (["local,size=x"], None, "'x' is not an integer"),
         (["local,size=-1"], None, "out of range"),
-        (["local,width=1"], None, "no setting 'width'"),
+        (["local,width=1"], None, "unknown setting 'width'"),
         (["redis,host=x"], None, "no cache 'redis'"),
         (
             ["local,size=1", "redis,host=x"],

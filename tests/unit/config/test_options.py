@@ -103,7 +103,7 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("histogram_latencies=", "'histogram_latencies=' is not SETTING=VALUE"),
         (
             "nope=1",
-            "there is no setting 'nope' (there are: counter_latencies, histogram_latencies, "
+            "unknown setting 'nope' (allowed: counter_latencies, histogram_latencies, "
             "summary_latencies, summary_quantiles)",
         ),
         ("summary_latencies=maybe", "summary_latencies='maybe': it is not true or false"),

@@ -84,7 +84,7 @@ def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None
         ("{", "is not JSON"),
         ('{"data": []}', "has no request"),
         ('{"data": 3}', "has no list of requests"),
-        ('{"data": [3]}', "request 0 of .* is no object"),
+        ('{"data": [3]}', "request 0 of .* must be a JSON object"),
         ('[{"X": [1, 2]}, {"X": [1]}]', "request 1 of .*: input 'X': 1 elements are not of shape"),
         ('[{"X": ["a", 2]}]', "its elements are integers"),
         ('[{"X": {"shape": [2]}}]', "no 'content'"),

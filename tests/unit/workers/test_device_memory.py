@@ -192,7 +192,7 @@ def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
         memory.open(wrong)
     cuda.revoke(exported)
-    with pytest.raises(InvalidArgument, match="its owner is gone"):
+    with pytest.raises(InvalidArgument, match="its owner has exited"):
         memory.open(exported.memory())
     with pytest.raises(InvalidArgument, match="cannot be opened"):
         memory.open(Memory.on_device(1, 64, CudaHandle(exported.raw, 7, bytes(16))))

@@ -374,7 +374,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
         (None, "unable to find '1/model.json'"),
         ("{", "model.json: it is not JSON"),
         ("[]", "model.json: found [], allowed is an object"),
-        ("{}", "model.json: model: it is missing"),
+        ("{}", "model.json: 'model' is missing"),
     ],
 )
 def test_a_wrong_file(tmp_path: Path, text: str | None, problem: str) -> None:

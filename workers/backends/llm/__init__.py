@@ -113,11 +113,11 @@ class LlmBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: the scheduler plans steps, not batches."""
-        raise Unsupported("a generative model has no batches")
+        raise Unsupported("a generative model does not execute batches; use its step messages")
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """Raise Unsupported; see `execute`."""
-        raise Unsupported("a generative model has no batches")
+        raise Unsupported("a generative model does not execute batches; use its step messages")
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:
         """Serve prompts, steps, and the ends of beam searches."""

@@ -74,7 +74,9 @@ class PythonExecution:
             if not responses:
                 self._lender.forget()
                 raise
-            logger.exception("model '%s' failed after it had answered", self._context.model_name)
+            logger.exception(
+                "model '%s' failed after it had sent its responses", self._context.model_name
+            )
         self._lender.settle(responses)
         _detach_kept(requests, received)
         return responses

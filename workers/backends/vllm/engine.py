@@ -61,7 +61,7 @@ class Arguments:
         }
         server = {name: given.pop(name) for name in (*_OF_SERVER, _TOOLS) if name in given}
         if not isinstance(given.get("model"), str):
-            raise InvalidArgument(f"{FILE}: model: it is missing; a path or a name is needed")
+            raise InvalidArgument(f"{FILE}: 'model' is missing; set it to a path or a name")
         if (folder / given["model"]).exists():
             given["model"] = str(folder / given["model"])
         given.setdefault("served_model_name", model_name)

@@ -248,7 +248,7 @@ class Transport:
         self.writing_paused = len(self.written) == self.leaves
 
     async def drain(self) -> None:
-        raise ConnectionResetError("the client is gone")
+        raise ConnectionResetError("the client has disconnected")
 
 
 class Batches:

@@ -135,7 +135,7 @@ CASES = [
     Case("6.5", "an acknowledgement with values", frame(SETTINGS, ACK, 0, bytes(6)), FRAME_SIZE),
     Case("6.5", "SETTINGS of a stream", BEGUN + frame(SETTINGS, 0, 1), PROTOCOL),
     Case("6.5", "an acknowledgement of a stream", BEGUN + frame(SETTINGS, ACK, 1), PROTOCOL),
-    Case("6.5", "SETTINGS of a broken size", frame(SETTINGS, 0, 0, bytes(3)), FRAME_SIZE),
+    Case("6.5", "SETTINGS frame with an invalid size", frame(SETTINGS, 0, 0, bytes(3)), FRAME_SIZE),
     Case("6.5", "SETTINGS with half a value more", frame(SETTINGS, 0, 0, bytes(7)), FRAME_SIZE),
     Case("6.5.2", "ENABLE_PUSH of 2", setting((2, 2)), PROTOCOL),
     Case("6.5.2", "ENABLE_PUSH of 0 and of 1", setting((2, 0), (2, 1))),

@@ -187,7 +187,7 @@ async def test_the_limits_of_a_user() -> None:
     await registry.register_cuda("r", handle, 0, 64, BOB)
     await registry.unregister("r0", ME, cuda=True)
     registry.draining.gateway_exited(7)
-    with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
+    with pytest.raises(InvalidArgument, match="the process that exported it has exited"):
         await registry.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
     await registry.register_cuda("r0", handle, 0, 64, ME)
 
@@ -262,7 +262,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     assert len(office.workers) == 2
     assert len(os.listdir("/proc/self/fd")) == before + 1
     exporters[0].wait()
-    with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
+    with pytest.raises(InvalidArgument, match="the process that exported it has exited"):
         await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
     registry.close()
     assert len(os.listdir("/proc/self/fd")) == before
