@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     config = server.from_flags(parsed, os.environ, models_needed=False)
     looked: Iterable[tuple[str, Verdict]]
     if args.peer is None:
-        looked = ((check.name, verdict) for check, verdict in table.look(config))
+        looked = ((check.name, verdict) for check, verdict in table.run_checks(config))
     else:
         looked = judge_peer(*gather_peer(config, args.peer))
     verdicts = []

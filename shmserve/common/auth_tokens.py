@@ -32,8 +32,8 @@ RESTRICTABLE = (
     *("statistics", "trace", "logging"),
 )
 METRICS = "metrics"
-# The inputs and outputs of a model, which clients of the inference API may read, too: a request is
-# made from them. For restrictions it is the metadata API.
+# The scope for the metadata of a model, which the inference scope includes, since requests depend
+# on it. Restrictions treat it as the metadata API.
 SIGNATURE = "metadata of models"
 SCOPES = (*RESTRICTABLE, METRICS)
 # Health probes need no token, because the server's health is not confidential.
@@ -70,11 +70,11 @@ class Authorisation:
     Args:
         tokens: The accepted tokens; None or empty: no token is required.
         restrictions: The restricted APIs.
-        noun: The protocol's term for a restricted API ("API" for HTTP, "protocol" for gRPC).
+        api_noun: The protocol's term for a restricted API ("API" for HTTP, "protocol" for gRPC).
     """
 
     def __init__(
-        self, tokens: Tokens | None, restrictions: Restrictions, noun: str = "API"
+        self, tokens: Tokens | None, restrictions: Restrictions, api_noun: str = "API"
     ) -> None:
         self._tokens = [
             (bytes.fromhex(digest), frozenset((*scopes, *_implied(scopes))))
@@ -84,11 +84,11 @@ class Authorisation:
         if "metadata" in restrictions:
             restrictions = {**restrictions, SIGNATURE: restrictions["metadata"]}
         self.restrictions = restrictions
-        self._noun = noun
+        self._api_noun = api_noun
 
     def with_tokens(self, tokens: Tokens) -> Authorisation:
         """Return the same rules with other tokens."""
-        return Authorisation(tokens, self.restrictions, self._noun)
+        return Authorisation(tokens, self.restrictions, self._api_noun)
 
     def authorise(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
         """Return the error for a request to an API of `scope`; None if the request is permitted.
@@ -111,8 +111,8 @@ class Authorisation:
             return None
         digest = hashlib.sha256(token.strip().encode(errors="surrogateescape")).digest()
         found: frozenset[str] | None = None
-        for known, scopes in self._tokens:
-            if hmac.compare_digest(known, digest):
+        for accepted_digest, scopes in self._tokens:
+            if hmac.compare_digest(accepted_digest, digest):
                 found = scopes
         return found
 
@@ -135,7 +135,7 @@ class Authorisation:
         given = metadata.get(rule.header.lower(), "")
         if hmac.compare_digest(_raw(given), _raw(rule.value)):
             return None
-        return Restricted(f"This {self._noun} is restricted, expecting header '{rule.header}'")
+        return Restricted(f"This {self._api_noun} is restricted, expecting header '{rule.header}'")
 
 
 def _implied(scopes: Iterable[str]) -> tuple[str, ...]:
@@ -167,19 +167,19 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        where = f"{_TOKENS_FILE}: '{path}' line {number}"
+        position = f"{_TOKENS_FILE}: '{path}' line {number}"
         if len(words) > 2:
-            raise InvalidArgument(f"{where}: more than a token and its scopes")
+            raise InvalidArgument(f"{position}: more than a token and its scopes")
         if len(words[0]) < _SHORTEST_TOKEN:
-            raise InvalidArgument(f"{where}: a token needs {_SHORTEST_TOKEN} characters or more")
+            raise InvalidArgument(f"{position}: a token needs {_SHORTEST_TOKEN} characters or more")
         scopes = words[1].split(",") if len(words) == 2 else SCOPES
         for scope in scopes:
             if scope not in SCOPES:
                 allowed = ", ".join(SCOPES)
-                raise InvalidArgument(f"{where}: unknown scope '{scope}' (allowed: {allowed})")
+                raise InvalidArgument(f"{position}: unknown scope '{scope}' (allowed: {allowed})")
         digest = hashlib.sha256(_raw(words[0])).hexdigest()
         if digest in tokens:
-            raise InvalidArgument(f"{where}: this token was given before")
+            raise InvalidArgument(f"{position}: this token was given before")
         tokens[digest] = tuple(scopes)
     if not tokens:
         raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' has no token")

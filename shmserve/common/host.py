@@ -34,10 +34,10 @@ class CpuUtilization:
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
-        before_total, before_idle = self._last
+        last_total, last_idle = self._last
         self._last = (total, idle)
-        passed = total - before_total
-        return 1.0 - (idle - before_idle) / passed if passed > 0 else 0.0
+        passed = total - last_total
+        return 1.0 - (idle - last_idle) / passed if passed > 0 else 0.0
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -54,21 +54,21 @@ def processors() -> tuple[int, float | None]:
     return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
 
 
-def memory_left() -> int:
+def available_memory() -> int:
     """Return the bytes of memory that can still be allocated.
 
     The result is the minimum of the host's available memory and the remainder of each control
     group's limit. Inactive file pages count as available.
     """
     total, unavailable = memory_bytes()
-    left = [total - unavailable]
+    available = [total - unavailable]
     for folder, older in _cgroups("memory"):
         limit = _number(folder / ("memory.limit_in_bytes" if older else "memory.max"))
         used = _number(folder / ("memory.usage_in_bytes" if older else "memory.current"))
         if limit is not None and used is not None:
             pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
-            left.append(limit - used + (int(pages[1]) if pages else 0))
-    return max(0, min(left))
+            available.append(limit - used + (int(pages[1]) if pages else 0))
+    return max(0, min(available))
 
 
 def cgroup_limit(controller: str, name: str, older: str) -> int | None:

@@ -100,8 +100,8 @@ def added(parts: Iterable[Families]) -> Families:
             elif before.kind == family.kind:
                 values = dict(before.values)
                 for labels, value in family.values.items():
-                    known = values.get(labels)
-                    values[labels] = _sum(family.kind, known, value) if known else value
+                    previous = values.get(labels)
+                    values[labels] = _sum(family.kind, previous, value) if previous else value
                 total[name] = replace(before, values=values)
     return total
 
@@ -120,12 +120,12 @@ class ModelMetrics:
     """The families of all instances of a model version, including instances that have ended."""
 
     def __init__(self) -> None:
-        self._gone: Families = {}
+        self._ended: Families = {}
         self._instances: dict[int, Families] = {}
 
     def snapshot(self) -> list[Any]:
         """Return a checkpoint for `restore`."""
-        return [plain(self._gone), *([pid, plain(f)] for pid, f in self._instances.items())]
+        return [plain(self._ended), *([pid, plain(f)] for pid, f in self._instances.items())]
 
     def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
         """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
@@ -133,8 +133,8 @@ class ModelMetrics:
         Raises:
             ValueError: `snapshot` has another format.
         """
-        gone, *instances = snapshot
-        self._gone = parse(gone)
+        ended, *instances = snapshot
+        self._ended = parse(ended)
         self._instances = {int(pid): parse(families) for pid, families in instances}
         for pid in self._instances.keys() - set(alive):
             self.exited(pid)
@@ -148,11 +148,11 @@ class ModelMetrics:
         families = self._instances.pop(pid, None)
         if families is not None:
             counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self._gone = added((self._gone, counted))
+            self._ended = added((self._ended, counted))
 
     def total(self) -> Families:
         """Return the sum over all instances."""
-        return added((self._gone, *self._instances.values()))
+        return added((self._ended, *self._instances.values()))
 
 
 def exposition(families: Families) -> str:
@@ -209,8 +209,8 @@ def _number(value: float) -> str:
 def total(snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a snapshot plus its base: the base of a successor. Raises KeyError."""
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
-    both: dict[str, Any] = plus(table, snapshot["base"])
-    return both
+    combined: dict[str, Any] = plus(table, snapshot["base"])
+    return combined
 
 
 def plus(table: Any, base: Any) -> Any:

@@ -167,28 +167,28 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
     if sock is None or sock.family != socket.AF_UNIX:
         return 0
     # Event loops return a wrapper, not a socket.
-    with socket.socket(fileno=os.dup(sock.fileno())) as own:
-        return credentials(own)[0]
+    with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
+        return credentials(duplicate)[0]
 
 
-def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
+def loopback_peer(local: Address, remote: Address) -> Peer | None:
     """Return the user at the other end of a TCP connection between addresses of this host.
 
     The result is None if the kernel does not report it, for instance after that end was closed.
     """
     try:
-        found = tcp_owner(theirs, ours)
+        found = tcp_owner(remote, local)
     except OSError:
-        found = _listed(ours, theirs)
+        found = _listed(local, remote)
     # A socket that no process owns any more (inode 0) is reported as root's.
     if found is None or not found[1]:
         return None
     return Peer(found[0], groups_of(found[0]))
 
 
-def _listed(ours: Address, theirs: Address) -> tuple[int, int] | None:
+def _listed(local: Address, remote: Address) -> tuple[int, int] | None:
     """Return the result of `tcp_owner` from the kernel's list of all connections."""
-    for table, spelled in _tables(ours, theirs):
+    for table, spelled in _tables(local, remote):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
                 # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
@@ -198,16 +198,16 @@ def _listed(ours: Address, theirs: Address) -> tuple[int, int] | None:
     return None
 
 
-def _tables(ours: Address, theirs: Address) -> list[tuple[Path, list[str]]]:
+def _tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
     folder = Path("/proc/net")
-    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (theirs, ours))
+    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (remote, local))
     found = []
     if isinstance(a, ipaddress.IPv4Address) and isinstance(b, ipaddress.IPv4Address):
-        found.append((folder / "tcp", [_spell(a.packed, theirs[1]), _spell(b.packed, ours[1])]))
+        found.append((folder / "tcp", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
         # A client may use an IPv6 socket for IPv4.
         prefix = bytes(10) + b"\xff\xff"
         a, b = (ipaddress.IPv6Address(prefix + address.packed) for address in (a, b))
-    found.append((folder / "tcp6", [_spell(a.packed, theirs[1]), _spell(b.packed, ours[1])]))
+    found.append((folder / "tcp6", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
     return found
 
 
@@ -272,9 +272,11 @@ def _query(end: Address, other: Address) -> bytes | None:
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
     body += _SOCKET.pack(end[1], other[1], a.packed, b.packed, _ANY_COOKIE)
     size = _HEADER.size + len(body)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
-        asked.sendto(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body, (0, 0))
-        response = asked.recv(_LARGEST, socket.MSG_DONTWAIT)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
+        netlink.sendto(
+            _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body, (0, 0)
+        )
+        response = netlink.recv(_LARGEST, socket.MSG_DONTWAIT)
     _, kind, *_ = _HEADER.unpack_from(response)
     if kind != _NLMSG_ERROR:
         return response

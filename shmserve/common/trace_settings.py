@@ -82,13 +82,13 @@ class TraceSettings:
 
     @property
     def with_tensors(self) -> bool:
-        """Return whether the tensors of requests are traced, which OpenTelemetry does not take."""
+        """Return whether the tensors of requests are traced, never for OpenTelemetry."""
         return TENSORS in self.trace_level and self.trace_mode == TRITON
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
-        known = {key: value for key, value in changes.items() if value is not None}
-        return replace(self, **known) if known else self
+        given = {key: value for key, value in changes.items() if value is not None}
+        return replace(self, **given) if given else self
 
     def shown(self) -> dict[str, list[str]]:
         """Return the settings as lists of strings, the protocol's format."""
@@ -188,8 +188,10 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     )
     for name, value in exporter:
         if not _FORMS.get(name, _DIGITS).fullmatch(value):
-            what = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(name, "a number")
-            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {what}")
+            expected = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(
+                name, "a number"
+            )
+            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected}")
     file = last.get("triton,file", [""])[0]
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
 
@@ -200,18 +202,18 @@ class Sampler:
 
     Attributes:
         settings: The trace settings.
-        left: The number of requests still to trace; -1: unlimited.
+        remaining: The number of requests still to trace; -1: unlimited.
         pending: Traces that are not written yet.
     """
 
     settings: TraceSettings
-    left: int = field(init=False)
+    remaining: int = field(init=False)
     pending: list[Any] = field(default_factory=list)
     _seen: int = 0
-    _on: bool = field(init=False)
+    _enabled: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left, self._on = self.settings.trace_count, self.settings.on
+        self.remaining, self._enabled = self.settings.trace_count, self.settings.on
 
     def samples(self, decided: bool | None) -> bool:
         """Return whether to trace the next request.
@@ -225,17 +227,17 @@ class Sampler:
 
     def take(self) -> bool:
         """Return whether to trace the next request by the rate."""
-        if not self._on:
+        if not self._enabled:
             return False
         self._seen += 1
         return not self._seen % self.settings.trace_rate and self.count()
 
     def count(self) -> bool:
         """Return whether `trace_count` permits another trace, and count it."""
-        if not self._on or not self.left:
+        if not self._enabled or not self.remaining:
             return False
-        if self.left > 0:
-            self.left -= 1
+        if self.remaining > 0:
+            self.remaining -= 1
         return True
 
 
@@ -263,6 +265,8 @@ class Samplers:
         """Replace the settings. Samplers whose settings do not change keep their counts."""
         before, self._by_model = self._by_model, {}
         for model, given in settings.items():
-            made = Sampler(TraceSettings(**given))
-            kept = before.get(model)
-            self._by_model[model] = kept if kept and kept.settings == made.settings else made
+            sampler = Sampler(TraceSettings(**given))
+            previous = before.get(model)
+            self._by_model[model] = (
+                previous if previous and previous.settings == sampler.settings else sampler
+            )

@@ -60,7 +60,7 @@ class Parsed:
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
         without_effect: Accepted flags that have no effect.
-        behind: Positional arguments directly after a boolean flag, perhaps meant as its value.
+        after_boolean: Positional arguments that follow a boolean flag without a value.
         positions: The position of each flag that the file sets.
     """
 
@@ -68,7 +68,7 @@ class Parsed:
     repeated: dict[str, list[str]]
     positional: list[str]
     without_effect: list[str]
-    behind: dict[str, str]
+    after_boolean: dict[str, str]
     positions: dict[str, str] = field(default_factory=dict)
 
     def located(self, problem: str) -> str:
@@ -86,36 +86,36 @@ def parse(arguments: Sequence[str]) -> Parsed:
     """
     given = FlagValues()
     positional: list[str] = []
-    behind: dict[str, str] = {}
+    after_boolean: dict[str, str] = {}
     rest = list(arguments)
-    alone = ""  # the preceding boolean flag, if it has no value
-    wrong = Collected()
+    bare_flag = ""  # the preceding boolean flag, if it has no value
+    collected = Collected()
     for word in rest:
-        wrong(_check_text, word)
+        collected(_check_text, word)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
             if word.rpartition("/")[2] == "tritonserver" and not Path(word).is_dir():
                 continue  # the first word of a chart's arguments, which follow an entry point
             positional.append(word)
-            if alone:
-                behind[word] = alone
-            alone = ""
+            if bare_flag:
+                after_boolean[word] = bare_flag
+            bare_flag = ""
             continue
         name, equals, text = word.removeprefix("--").partition("=")
         flags = named(name) if word.startswith("--") and name else []
         if len(flags) != 1:
-            wrong.problems.append(_unknown(word.partition("=")[0], flags))
+            collected.problems.append(_unknown(word.partition("=")[0], flags))
             continue
         flag = flags[0]
         count = len(rest)
-        value = wrong(_value, flag, text if equals else None, rest)
-        alone = flag.name if not equals and len(rest) == count else ""
+        value = collected(_value, flag, text if equals else None, rest)
+        bare_flag = flag.name if not equals and len(rest) == count else ""
         if value is not None:
             given.add(flag, value)
     file = given.values.get("config")
-    written = FlagValues() if file is None else wrong(read, str(file))
-    wrong.check()
+    written = FlagValues() if file is None else collected(read, str(file))
+    collected.check()
     on_command_line = {*given.values, *given.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         repeated={f.name: [] for f in ACTED_ON if f.repeat} | written.repeated | given.repeated,
         positional=positional,
         without_effect=written.without_effect + given.without_effect,
-        behind=behind,
+        after_boolean=after_boolean,
         positions={k: v for k, v in written.positions.items() if k not in on_command_line},
     )
 
@@ -143,8 +143,8 @@ def _check_text(word: str) -> None:
 def _unknown(word: str, flags: list[Flag]) -> str:
     if flags:
         return f"{word[:80]} is the beginning of --{', --'.join(flag.name for flag in flags)}"
-    near = nearest(word.lstrip("-"), FLAGS)
-    hint = f", did you mean --{near}?" if near else "; see shmserve serve --help"
+    similar = nearest(word.lstrip("-"), FLAGS)
+    hint = f", did you mean --{similar}?" if similar else "; see shmserve serve --help"
     return f"unknown flag {word[:80]}{hint}"
 
 
@@ -202,8 +202,8 @@ def _at(path: str, mark: yaml.Mark | None) -> str:
 def _flag_of(name: str) -> Flag:
     flag = FLAGS.get(name)
     if flag is None:
-        near = nearest(name, FLAGS)
-        hint = f"did you mean {near}?" if near else "shmserve serve --help lists all flags"
+        similar = nearest(name, FLAGS)
+        hint = f"did you mean {similar}?" if similar else "shmserve serve --help lists all flags"
         raise InvalidArgument(f"there is no such flag; {hint}")
     if name == "config":
         raise InvalidArgument("a file cannot name another one")

@@ -68,12 +68,12 @@ class Flag:
                 return text.lower() in _TRUE
             raise InvalidArgument(f"--{self.name}: '{text}' is not a boolean (true or false)")
         if self.kind is str:
-            known = {choice.lower(): choice for choice in self.choices}
-            if known and text.lower() not in known:
+            by_text = {choice.lower(): choice for choice in self.choices}
+            if by_text and text.lower() not in by_text:
                 allowed = ", ".join(self.choices)
-                near = suggestion(text, self.choices)
-                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}{near}")
-            return known.get(text.lower(), text)
+                similar = suggestion(text, self.choices)
+                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}{similar}")
+            return by_text.get(text.lower(), text)
         if self.words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
@@ -182,11 +182,11 @@ IDLE_BACKEND_SETTINGS = frozenset(
     ]
 )
 IDLE: dict[str, tuple[Flag, ...]] = {
-    instead: tuple(
-        Flag(name, instead, bool if kind else str, repeat=True, effect=False)
+    alternative: tuple(
+        Flag(name, alternative, bool if kind else str, repeat=True, effect=False)
         for name, _, kind in (word.partition(":") for word in words.split())
     )
-    for instead, words in _WITHOUT_EFFECT.items()
+    for alternative, words in _WITHOUT_EFFECT.items()
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
@@ -335,13 +335,13 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
             raise InvalidArgument(f"{_METRICS}: '{text}' is not SETTING=VALUE")
         parse = _SETTINGS.get(name)
         if parse is None:
-            known = ", ".join(_SETTINGS)
-            raise InvalidArgument(f"{_METRICS}: unknown setting '{name}' (allowed: {known})")
+            allowed = ", ".join(_SETTINGS)
+            raise InvalidArgument(f"{_METRICS}: unknown setting '{name}' (allowed: {allowed})")
         try:
             config = replace(config, **{name: parse(value)})
         except InvalidArgument as error:
-            why = error.message if parse is _quantiles else "it is not true or false"
-            raise InvalidArgument(f"{_METRICS}: {name}='{value}': {why}") from None
+            reason = error.message if parse is _quantiles else "it is not true or false"
+            raise InvalidArgument(f"{_METRICS}: {name}='{value}': {reason}") from None
     return config
 
 

@@ -152,7 +152,7 @@ class ServerConfig:
         """Return the names of the protocols that the server serves."""
         http = self.http.allow or self.http.unix_socket is not None
         served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
-        return {name for name, wanted in served.items() if wanted}
+        return {name for name, enabled in served.items() if enabled}
 
 
 # Flags whose fields have the same name and value.
@@ -173,75 +173,81 @@ def from_flags(
     Raises:
         Problems: Each line names the flag and, if a file sets it, its position there.
     """
-    wrong = Collected()
-    config = _from_flags(parsed, environment, models_needed, wrong)
-    if wrong.problems:
-        raise Problems(map(parsed.located, wrong.problems))
+    collected = Collected()
+    config = _from_flags(parsed, environment, models_needed, collected)
+    if collected.problems:
+        raise Problems(map(parsed.located, collected.problems))
     return config
 
 
 def _from_flags(
-    parsed: Parsed, environment: Mapping[str, str], models_needed: bool, wrong: Collected
+    parsed: Parsed, environment: Mapping[str, str], models_needed: bool, collected: Collected
 ) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     if value["reload"]:
         value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
-    repositories, files = _models(parsed, models_needed, wrong)
+    repositories, files = _models(parsed, models_needed, collected)
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
-        class_settings=wrong(_class_settings, parsed.repeated["set"], files),
-        load_models=wrong(_load_models, parsed),
-        idle_unload_s=wrong(_on_demand, value, "idle-unload-secs"),
-        max_loaded_byte_size=wrong(_on_demand, value, "max-loaded-byte-size"),
+        class_settings=collected(_class_settings, parsed.repeated["set"], files),
+        load_models=collected(_load_models, parsed),
+        idle_unload_s=collected(_on_demand, value, "idle-unload-secs"),
+        max_loaded_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
-        model_config_name=wrong(_config_name, value["model-config-name"] or ""),
-        backend_config=tuple(wrong(_backend_setting, s) for s in parsed.repeated["backend-config"]),
+        model_config_name=collected(_config_name, value["model-config-name"] or ""),
+        backend_config=tuple(
+            collected(_backend_setting, s) for s in parsed.repeated["backend-config"]
+        ),
         model_defaults=ModelDefaults(
             **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         execution_timeout_s=value["execution-timeout-secs"],
         load_timeout_s=value["load-timeout-secs"],
         http=_http(value),
-        grpc=wrong(_grpc, value),
+        grpc=collected(_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
-        metrics=wrong(parse_metrics_config, parsed.repeated["metrics-config"]),
-        tokens=wrong(_tokens, value["auth-token-file"]),
-        http_restricted=wrong(
+        metrics=collected(parse_metrics_config, parsed.repeated["metrics-config"]),
+        tokens=collected(_tokens, value["auth-token-file"]),
+        http_restricted=collected(
             parse_restrictions, "--http-restricted-api", parsed.repeated["http-restricted-api"]
         ),
-        grpc_restricted=wrong(
+        grpc_restricted=collected(
             parse_restrictions,
             "--grpc-restricted-protocol",
             parsed.repeated["grpc-restricted-protocol"],
             GRPC_HEADER_PREFIX,
         ),
-        http_header_forward_pattern=wrong(header_pattern, value, "http-header-forward-pattern"),
-        grpc_header_forward_pattern=wrong(header_pattern, value, "grpc-header-forward-pattern"),
-        shm=wrong(_shm_policy, value),
+        http_header_forward_pattern=collected(header_pattern, value, "http-header-forward-pattern"),
+        grpc_header_forward_pattern=collected(header_pattern, value, "grpc-header-forward-pattern"),
+        shm=collected(_shm_policy, value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
-        cache_byte_size=wrong(
+        cache_byte_size=collected(
             cache_byte_size, parsed.repeated["cache-config"], value["response-cache-byte-size"]
         ),
-        rate_limit_resources=wrong(parse_resources, parsed.repeated["rate-limit-resource"]),
-        workspace_byte_sizes=wrong(workspace_byte_sizes, parsed.repeated["workspace-byte-size"]),
+        rate_limit_resources=collected(parse_resources, parsed.repeated["rate-limit-resource"]),
+        workspace_byte_sizes=collected(
+            workspace_byte_sizes, parsed.repeated["workspace-byte-size"]
+        ),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
             **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
-        cors_allow_origin=tuple(wrong(origin, s) for s in parsed.repeated["cors-allow-origin"]),
-        allowed_host=tuple(wrong(host_name, s) for s in parsed.repeated["allowed-host"]),
+        cors_allow_origin=tuple(collected(origin, s) for s in parsed.repeated["cors-allow-origin"]),
+        allowed_host=tuple(collected(host_name, s) for s in parsed.repeated["allowed-host"]),
         served_model_name=tuple(
-            wrong(served_name, s) for s in parsed.repeated["served-model-name"]
+            collected(served_name, s) for s in parsed.repeated["served-model-name"]
         ),
-        trace=wrong(parse_trace_config, parsed.repeated["trace-config"]),
-        delay_scheduler=wrong(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
-        backlog_delay_scheduler=wrong(_count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
+        trace=collected(parse_trace_config, parsed.repeated["trace-config"]),
+        delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
+        backlog_delay_scheduler=collected(
+            _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
+        ),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
         flags={**parsed.values, **parsed.repeated},
@@ -319,14 +325,14 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
 
 
-def _models(parsed: Parsed, needed: bool, wrong: Collected) -> tuple[list[Path], list[str]]:
+def _models(parsed: Parsed, needed: bool, collected: Collected) -> tuple[list[Path], list[str]]:
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
-        wrong(_check_local, text)
+        collected(_check_local, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
     files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
         # Path("") is the current folder, which an unset shell variable must not select.
-        wrong.problems.append("--model-repository: '' is not a folder")
+        collected.problems.append("--model-repository: '' is not a folder")
     for word in parsed.positional:
         if is_inline(word):
             files.append(word)
@@ -334,10 +340,10 @@ def _models(parsed: Parsed, needed: bool, wrong: Collected) -> tuple[list[Path],
             repositories.append(Path(word))
     for path in repositories:
         if not _URL.match(str(path)):
-            wrong(_check_folder, path, parsed)
+            collected(_check_folder, path, parsed)
     if needed and not repositories and not files:
         text = "--model-repository: at least one is needed (or a path/model.py:Class)"
-        wrong.problems.append(text)
+        collected.problems.append(text)
     return repositories, files
 
 
@@ -350,10 +356,10 @@ def _check_local(text: str) -> None:
     found = _URL.match(text)
     if found and "://" in text:
         copy = _COPIES.get(found[1])
-        how = f"copy its models ({copy} {text} FOLDER)" if copy else "copy its models"
+        instructions = f"copy its models ({copy} {text} FOLDER)" if copy else "copy its models"
         raise InvalidArgument(
-            f"--model-repository: '{text}' is not a folder of this host: {how} or mount it, in a "
-            "pod with an init container or a volume, and give the folder"
+            f"--model-repository: '{text}' is not a folder of this host: {instructions} or mount "
+            "it, in a pod with an init container or a volume, and give the folder"
         )
 
 
@@ -364,13 +370,15 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         # A missing folder may be a volume that is mounted later. It is an error of the start, which
         # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
-        if not path.is_dir() and (str(path) in parsed.behind or not may_miss):
-            raise InvalidArgument(_no_folder(str(path), parsed))
+        if not path.is_dir() and (str(path) in parsed.after_boolean or not may_miss):
+            raise InvalidArgument(_missing_folder(str(path), parsed))
 
 
-def _no_folder(path: str, parsed: Parsed) -> str:
-    if path in parsed.behind:
-        return f"--{parsed.behind[path]}: '{path}' is not true or false, nor a folder of models"
+def _missing_folder(path: str, parsed: Parsed) -> str:
+    if path in parsed.after_boolean:
+        return (
+            f"--{parsed.after_boolean[path]}: '{path}' is not true or false, nor a folder of models"
+        )
     return f"--model-repository: '{path}' is not a folder"
 
 

@@ -22,13 +22,13 @@ class Problem(NamedTuple):
     Attributes:
         key: The key.
         text: The message.
-        needs: Further keys whose values the message refers to.
+        related_keys: Further keys whose values the message refers to.
         at: The position ("12:7") of a value that could not be read; otherwise "".
     """
 
     key: Key
     text: str
-    needs: tuple[Key, ...] = ()
+    related_keys: tuple[Key, ...] = ()
     at: str = ""
 
 
@@ -40,13 +40,13 @@ class Source:
         origin: The name of the text ("m/config.pbtxt"); "" if there is no text.
         positions: The position of every key in the text.
         problems: The problems of values that could not be read.
-        beside: The source of further keys: the class that completes a configuration.
+        class_source: The source of further keys: the class that completes a configuration.
     """
 
     origin: str = ""
     positions: Mapping[Key, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
-    beside: Source | None = None
+    class_source: Source | None = None
 
     def refusing(self, key: Key, text: str) -> Source:
         """Return this source with one more value that could not be read, for the reason `text`."""
@@ -69,21 +69,21 @@ class Source:
         lines = [f"{located(self.origin, p.at)} {shown(p.key)}: {p.text}" for p in self.problems]
         gaps = _Gaps(self)
         for problem in problems:
-            if not any(map(gaps.concern, (problem.key, *problem.needs))):
-                where = self._where(problem.key, config)
-                lines.append(f"{where}{shown(problem.key)}: {problem.text}")
+            if not any(map(gaps.concern, (problem.key, *problem.related_keys))):
+                prefix = self._prefix(problem.key, config)
+                lines.append(f"{prefix}{shown(problem.key)}: {problem.text}")
         if lines:
             raise kind("\n".join(dict.fromkeys(lines)))
 
-    def _where(self, key: Key, config: ModelConfig) -> str:
+    def _prefix(self, key: Key, config: ModelConfig) -> str:
         at = self._position(key, config)
         if at is not None:
             return f"{located(self.origin, at)} "
-        of_class = self.beside.positions if self.beside else {}
+        of_class = self.class_source.positions if self.class_source else {}
         written = [key[:end] for end in range(len(key), 0, -1) if key[:end] in of_class]
-        if self.beside is None or not written:
+        if self.class_source is None or not written:
             return ""
-        return f"{located(self.beside.origin, of_class[written[0]])} "
+        return f"{located(self.class_source.origin, of_class[written[0]])} "
 
     def _position(self, key: Key, config: ModelConfig) -> str | None:
         """Return the position of `key` or of the message that lacks it; None if not in the text."""

@@ -56,7 +56,7 @@ def generate(proto: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Regenerate everything in this folder."""
+    """Regenerate the modules and stubs of all .proto files in this folder."""
     for proto in sorted(_HERE.glob("*.proto")):
         for name, text in generate(proto).items():
             (_HERE / name).write_text(text)

@@ -95,16 +95,16 @@ class SupervisorContext:
         """
         serves = isinstance(news, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
-        numbered = partial(_numbered, news)
+        numbered = partial(_with_number, news)
         number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
         if isinstance(news, ModelWithdrawn):
             self.control.broadcast(news, "caller")
         return number
 
-    def know(self, number: int) -> bool:
+    def is_acknowledged(self, number: int) -> bool:
         """Return whether all receivers have acknowledged the change with this number."""
-        return self.control.acknowledgements.know(number)
+        return self.control.acknowledgements.is_acknowledged(number)
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
         """Send the readiness of a model to every gateway."""
@@ -121,11 +121,11 @@ class SupervisorContext:
         child.stop_expected()
         try:
             async with asyncio.timeout(patience_s):
-                await child.gone()
+                await child.until_exit()
         except TimeoutError:
             child.kill()
-            await child.gone()
+            await child.until_exit()
 
 
-def _numbered(news: ModelNews | ModelWithdrawn, number: int) -> ModelNews | ModelWithdrawn:
+def _with_number(news: ModelNews | ModelWithdrawn, number: int) -> ModelNews | ModelWithdrawn:
     return replace(news, acknowledge=number)

@@ -35,7 +35,10 @@ _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 @dataclass(slots=True, eq=False)
 class ControlApi:
-    """The dispatcher of requests to their services. The response is `Answered` or `Refused`."""
+    """The dispatcher of requests to their services.
+
+    The response to each request is `Answered` or `Refused`.
+    """
 
     _context: SupervisorContext
     _regions: RegionRegistry

@@ -1,4 +1,4 @@
-"""The handover of a server to a successor that was started beside it (`--take-over`).
+"""The handover of a server to a successor that was started beside it (`--take_over-over`).
 
 new  loads its models ── go ──> old
      <── keep, for each region ──       from now on each sends the other its registrations
@@ -39,8 +39,9 @@ _GO, _ACCEPT = "go", "accept"
 class Handover:
     """Both sides of a handover: the successor, which has an `offer`, and the predecessor.
 
-    `_objection()` returns the reason why no successor may take over now, or "". `_on_followed()` is
-    called when the successor has received everything. The predecessor then `is_followed` and exits.
+    `_objection()` returns the reason why no successor may take over now, or "". `_on_handed_over()`
+    is called when the successor has received everything. `has_successor` is then true, and this
+    server exits.
     """
 
     run_dir: RunDirectory
@@ -49,11 +50,11 @@ class Handover:
     _kept: KeptRegions
     _local_clients: LocalClientServer
     _objection: Callable[[], str]
-    _on_followed: Callable[[], None]
-    is_followed: bool = field(init=False, default=False)
+    _on_handed_over: Callable[[], None]
+    has_successor: bool = field(init=False, default=False)
     _listener: Listener | None = field(init=False, default=None)
-    _before: HandoverLink | None = field(init=False, default=None)
-    _after: HandoverLink | None = field(init=False, default=None)
+    _predecessor: HandoverLink | None = field(init=False, default=None)
+    _successor: HandoverLink | None = field(init=False, default=None)
     _accepted: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
@@ -66,51 +67,51 @@ class Handover:
         """
         path = os.fspath(endpoints.handover(self.run_dir.path))
         self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
-        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._ask_for_it)
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._on_successor)
         if self._listeners.offer is not None:
-            self._before = HandoverLink(self._listeners.offer.link, self._obey)
+            self._predecessor = HandoverLink(self._listeners.offer.link, self._execute)
 
     # --- the predecessor
 
-    async def take(self) -> None:
+    async def take_over(self) -> None:
         """Take over from the predecessor, if any, and wait until clients may be accepted.
 
         Raises:
             Unavailable: The predecessor has exited before it sent everything.
         """
-        before, offer = self._before, self._listeners.offer
-        if before is None or offer is None:
+        predecessor, offer = self._predecessor, self._listeners.offer
+        if predecessor is None or offer is None:
             return
-        self._kept.mirror_to(before)
-        await before.ask(_GO)
+        self._kept.mirror_to(predecessor)
+        await predecessor.ask(_GO)
         try:
-            if before.ended.done():
+            if predecessor.ended.done():
                 raise FileNotFoundError
             self.run_dir.take()
         except OSError:
             raise Unavailable("the previous server has exited") from None
-        self._listeners.lent = offer.lent
+        self._listeners.shared = offer.shared
         logger.info(
             "%d registered regions were received from the previous server",
             len(self._regions.active()),
         )
         accepted = asyncio.ensure_future(self._accepted.wait())
-        await either(accepted, before.ended)
+        await either(accepted, predecessor.ended)
         accepted.cancel()
-        in_background(self._forget(before), self._tasks)
+        in_background(self._await_predecessor_exit(predecessor), self._tasks)
 
-    async def _obey(self, verb: str, name: str, fds: list[int]) -> None:
+    async def _execute(self, verb: str, name: str, fds: list[int]) -> None:
         if verb == _ACCEPT:
             self._accepted.set()
         elif verb == _GO:
-            await self._pass_all()
+            await self._hand_over()
         else:
             await self._regions.apply(verb, name, fds)
 
-    async def _forget(self, before: HandoverLink) -> None:
-        await before.ended
-        before.close()
-        self._before = None
+    async def _await_predecessor_exit(self, predecessor: HandoverLink) -> None:
+        await predecessor.ended
+        predecessor.close()
+        self._predecessor = None
         self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
@@ -118,7 +119,7 @@ class Handover:
 
     # --- the successor
 
-    def _ask_for_it(self) -> None:
+    def _on_successor(self) -> None:
         assert self._listener is not None
         link = self._listener.accept()
         if link is None:
@@ -127,58 +128,58 @@ class Handover:
         objection = self._objection()
         if uid != os.geteuid():
             objection = "it is another user's"
-        elif self._before is not None or self._after is not None:
+        elif self._predecessor is not None or self._successor is not None:
             objection = "another server is about to take over already, or has just done so"
         if objection:
             refuse(link, objection)
             return
         try:
-            self._offered(link).make()
+            self._offer(link).make()
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
         logger.info("a successor (pid %d) has started, and takes over when it is ready", pid)
-        self._after = HandoverLink(link, self._obey)
-        in_background(self._watch(self._after), self._tasks)
+        self._successor = HandoverLink(link, self._execute)
+        in_background(self._await_successor_exit(self._successor), self._tasks)
 
-    def _offered(self, link: socket.socket) -> Offer:
+    def _offer(self, link: socket.socket) -> Offer:
         all_of, local = self._listeners, self._local_clients.connections
         sockets = {"http": all_of.http, "grpc": all_of.grpc, "metrics": all_of.metrics}
-        return Offer(link, {**sockets, "local": local.lent()}, all_of.lent, local.door)
+        return Offer(link, {**sockets, "local": local.shared()}, all_of.shared, local.door)
 
-    async def _watch(self, after: HandoverLink) -> None:
-        await after.ended
-        after.close()
-        self._after = None
+    async def _await_successor_exit(self, successor: HandoverLink) -> None:
+        await successor.ended
+        successor.close()
+        self._successor = None
         self._kept.mirror_to(None)
-        if not self.is_followed:
+        if not self.has_successor:
             logger.warning("the successor has exited before it took over; this server continues")
 
-    async def _pass_all(self) -> None:
-        after = self._after
-        assert after is not None
-        self._kept.mirror_to(after)
+    async def _hand_over(self) -> None:
+        successor = self._successor
+        assert successor is not None
+        self._kept.mirror_to(successor)
         for region in self._regions.active():
             self._kept.mirror(region)
-            await after.settled()
-        if not after.ended.done():
-            self.is_followed = True
-            self._listeners.lend_all()
-            self._local_clients.connections.lend()
+            await successor.until_done()
+        if not successor.ended.done():
+            self.has_successor = True
+            self._listeners.share_all()
+            self._local_clients.connections.share()
             logger.info("the successor takes over")
-            self._on_followed()
+            self._on_handed_over()
 
     def let_successor_accept(self) -> None:
         """Let the successor accept clients. This server no longer accepts clients."""
-        if self._after is not None:
-            self._after.ask(_ACCEPT)
+        if self._successor is not None:
+            self._successor.ask(_ACCEPT)
 
     def close(self) -> None:
         """Close the links, so that the other server detects the end of this one."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
-        for link in (self._before, self._after):
+        for link in (self._predecessor, self._successor):
             if link is not None:
                 link.close()
         for task in list(self._tasks):

@@ -127,7 +127,7 @@ class Watchdog:
             number = self._control.announce(Ping, "gateway", "host")
             try:
                 async with asyncio.timeout(limit_s / 4):
-                    await self._control.known(number)
+                    await self._control.until_acknowledged(number)
             except TimeoutError:
                 logger.error(
                     "no sign of life for the service manager, which ends this server %g s after "
@@ -135,7 +135,7 @@ class Watchdog:
                     limit_s,
                     ", ".join(self._missing(number)),
                 )
-                await self._control.known(number)
+                await self._control.until_acknowledged(number)
                 logger.warning("all processes answer again")
             self._manager.alive()
             await asyncio.sleep(limit_s / 2)

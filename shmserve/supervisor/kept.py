@@ -70,7 +70,7 @@ class KeptProcesses(ABC):
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         """Handle a message from a process."""
 
-    def _is_hopeless(self, child: Child) -> bool:
+    def _would_fail_again(self, child: Child) -> bool:
         """Return whether a process that exited before its first contact would exit again."""
         return True
 
@@ -93,9 +93,9 @@ class KeptProcesses(ABC):
         """Restart a process that has exited."""
         if self._stopping:
             return
-        if not kept.contact.done() and self._is_hopeless(child):
+        if not kept.contact.done() and self._would_fail_again(child):
             kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
-            kept.contact.exception()  # marked as retrieved, also without a waiter
+            kept.contact.exception()  # avoids asyncio's warning if nothing waits
         else:
             logger.error("%s ended (%s); starting it again", child.title, child.reason)
             self._context.background(self._restart(kept))
@@ -136,7 +136,7 @@ class Gateways(KeptProcesses):
         self._listeners = listeners
         self._snapshot = snapshot
         self._drained: dict[int, asyncio.Future[None]] = {}
-        self._held = bool(listeners.lent)  # clients wait there meanwhile
+        self._waits_for_models = bool(listeners.shared)  # clients wait there meanwhile
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners
@@ -148,7 +148,7 @@ class Gateways(KeptProcesses):
             settings=_settings(config, listeners.metrics_port),
             http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
-            held=self._held,
+            held=self._waits_for_models,
             log=self._context.log,
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY
@@ -165,14 +165,14 @@ class Gateways(KeptProcesses):
                 self._context.control.send(child.pid, m.SetTokens(tokens))
                 for item in self._snapshot():
                     self._context.control.send(child.pid, item)
-                if not self._held:
+                if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
             case m.Drained():
                 settle(self._drained.get(child.pid), None)
             case _:
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
-    def _is_hopeless(self, child: Child) -> bool:
+    def _would_fail_again(self, child: Child) -> bool:
         """Return whether the gateway exited by itself, because its successor would exit, too."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
@@ -180,8 +180,8 @@ class Gateways(KeptProcesses):
         return [kept.child for kept in self._kept if kept.child is not None]
 
     def accept(self) -> None:
-        """Accept the clients that wait at lent sockets, since the models are loaded."""
-        self._held = False
+        """Accept the clients that wait at shared sockets, since the models are loaded."""
+        self._waits_for_models = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
     def begin_drain(self, *, followed: bool, names: str = "") -> None:
@@ -274,7 +274,7 @@ class WorkspaceHolders(KeptProcesses):
 
     def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
         if not self._stopping:
-            self._context.workspaces.lost(kept.name)
+            self._context.workspaces.holder_exited(kept.name)
         super()._exited(kept, child, _)
 
 

@@ -32,7 +32,7 @@ from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.handover_link import Offer
-from shmserve.supervisor.host.listeners import Listeners, lend, listen, listen_unix
+from shmserve.supervisor.host.listeners import Listeners, adopt, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.host.service_manager import (
     ServiceManager,
@@ -83,7 +83,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     logs.configure("supervisor", config.log)
     name_process("supervisor")
     fd_limits.raise_limit()
-    table.look_at_start(config)
+    table.check_at_start(config)
     faulthandler.enable()  # prints the stack when it crashes or a service manager aborts it
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
     listeners = Listeners(offer)
@@ -97,10 +97,10 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
 
 
 def _run_directory(config: ServerConfig) -> RunDirectory:
-    chosen, group = config.run_dir, config.shm.group
+    path, group = config.run_dir, config.shm.group
     if config.take_over:
         return RunDirectory.inside(configured_run_directory(config), group)
-    return RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
+    return RunDirectory(path, group) if path else RunDirectory.usual(group)
 
 
 def run_composed(
@@ -146,20 +146,20 @@ def _listen(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace its own."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
-    given, listeners.kept = inherited(os.environ)
-    by = "LISTEN_FDS"
+    inherited_sockets, listeners.kept = inherited(os.environ)
+    source = "LISTEN_FDS"
     if listeners.offer is not None:
-        given, by = listeners.offer.served(config.protocols), "--take-over"
-    for name, sockets in given.items():
-        listeners.lent += sockets
-        getattr(listeners, name).extend(lend(sock, guarded, by) for sock in sockets)
+        inherited_sockets, source = listeners.offer.select(config.protocols), "--take-over"
+    for name, sockets in inherited_sockets.items():
+        listeners.shared += sockets
+        getattr(listeners, name).extend(adopt(sock, guarded, source) for sock in sockets)
     for name, address, port, flag in tcp_listeners(config):
-        if name not in given:
+        if name not in inherited_sockets:
             getattr(listeners, name).extend(listen(address, port, flag, guarded))
-    if http.unix_socket is not None and not listeners.have(http.unix_socket):
+    if http.unix_socket is not None and not listeners.has_path(http.unix_socket):
         unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
-    if grpc and grpc.unix_socket is not None and not listeners.have(grpc.unix_socket):
+    if grpc and grpc.unix_socket is not None and not listeners.has_path(grpc.unix_socket):
         unix = listen_unix(grpc.unix_socket, config.shm.group, "--grpc-unix-socket")
         listeners.grpc.append(unix)
 
@@ -180,15 +180,15 @@ def compose(
     """
     # First, since it removes variables from the environment that processes would inherit.
     manager = ServiceManager.from_environment(os.environ)
-    found = host.accelerators(visible=config.visible_devices)
-    planner = LoadPlanner(config, run_dir.path, found)
+    accelerators = host.accelerators(visible=config.visible_devices)
+    planner = LoadPlanner(config, run_dir.path, accelerators)
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
     processes = ProcessTable(partial(_publish_start, events))
     control = ControlSocket(endpoints.control(run_dir.path))
-    handles = HandleCheck(found.count, registry.workers_on, control.send)
-    opener = RegionOpener(config.shm, handles if found.kind == "cuda" else None)
+    handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
+    opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
     kept = KeptRegions(manager)
     regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.kept)
@@ -205,8 +205,8 @@ def compose(
         load_on_demand=load_on_demand,
         listeners=listeners,
     )
-    whole = (registry.states, processes.all, snapshot.regions, health.current)
-    feed = EventFeed(events, *whole, registry.publish_counters)
+    state_sources = (registry.states, processes.all, snapshot.regions, health.current)
+    feed = EventFeed(events, *state_sources, registry.publish_counters)
     progress = StartupReport(registry.progress)
 
     def state() -> str:
@@ -309,10 +309,10 @@ def _publish_start(events: EventPublisher, child: Child) -> None:
 
 def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Schedulers first, so that no worker starts a request whose memory it has released.
-    gone = ProcessExited(number, "")
-    control.broadcast(gone, "scheduler", "ensemble")
+    exited = ProcessExited(number, "")
+    control.broadcast(exited, "scheduler", "ensemble")
     memory.release(number)
-    control.broadcast(gone, "worker")
+    control.broadcast(exited, "worker")
 
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
@@ -332,18 +332,18 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     return Zygote(processes, run_dir, "worker zygote", preloads, environment)
 
 
-def _worker_environment(given: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[str, str]:
     defaults = {
         # Caches of torch's compiler belong to the server's files, not to $TMPDIR.
         "TORCHINDUCTOR_CACHE_DIR": str(run_dir / "torchinductor"),
         # onnxruntime would otherwise create a telemetry session in $TMPDIR on import.
         "ORT_DISABLE_TELEMETRY": "1",
     }
-    if "OMP_WAIT_POLICY" not in given:
+    if "OMP_WAIT_POLICY" not in environment:
         # Idle threads of GNU OpenMP, which torch uses, spin 300,000 times by default: milliseconds
         # in which schedulers, gateways and clients wait for their processors.
         defaults["GOMP_SPINCOUNT"] = "1000"
-    return {**defaults, **given}
+    return {**defaults, **environment}
 
 
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:

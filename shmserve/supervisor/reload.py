@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S = 300.0
 class RepositoryPoller:
     """The poller that loads and unloads models as the repositories change.
 
-    A model that hangs while it loads does not delay the others, and its load is cancelled when the
+    A model that hangs while it loads does not delay other models. Its load is cancelled when the
     model is removed. Loads that failed for a temporary reason are retried with exponential backoff.
     """
 
@@ -46,7 +46,7 @@ class RepositoryPoller:
     _registry: ModelRegistry
     _models: ModelManager
     # The changes in progress: models, and whether they are present.
-    _busy: set[tuple[str, bool]] = field(init=False, default_factory=set)
+    _in_progress: set[tuple[str, bool]] = field(init=False, default_factory=set)
     # The time of a failed model's next retry, and the pause after that retry.
     _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
@@ -55,9 +55,9 @@ class RepositoryPoller:
         pause_s = self._context.config.repository_poll_s
         while pause_s:
             await asyncio.sleep(pause_s)
-            await self.look()
+            await self.scan()
 
-    async def look(self) -> list[asyncio.Task[None]]:
+    async def scan(self) -> list[asyncio.Task[None]]:
         """Scan the repositories once, and return the tasks that apply the changes."""
         try:
             found = await asyncio.to_thread(self._planner.scan)
@@ -68,9 +68,9 @@ class RepositoryPoller:
             logger.exception("the model repositories could not be scanned")
             return []
         names = sorted({*found, *self._registry.models})
-        wanted = [(name, self._may_serve(name, found.get(name))) for name in names]
-        changes = [change for change in wanted if change not in self._busy]
-        self._busy.update(changes)
+        states = [(name, self._may_serve(name, found.get(name))) for name in names]
+        changes = [change for change in states if change not in self._in_progress]
+        self._in_progress.update(changes)
         return [self._context.background(self._apply(*change)) for change in changes]
 
     def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
@@ -80,7 +80,7 @@ class RepositoryPoller:
 
     async def _apply(self, name: str, present: bool) -> None:
         try:
-            await self.follow(name, present)
+            await self.update(name, present)
         except LoggedFailure:
             pass
         except ShmserveError as error:
@@ -88,9 +88,9 @@ class RepositoryPoller:
         except Exception:
             logger.exception("model %s: loading failed", name)
         finally:
-            self._busy.discard((name, present))
+            self._in_progress.discard((name, present))
 
-    async def follow(self, name: str, present: bool) -> None:
+    async def update(self, name: str, present: bool) -> None:
         """Load, reload or unload a model if needed; raises ShmserveError if that fails."""
         model = self._registry.models.get(name)
         if not present:
@@ -109,7 +109,7 @@ class RepositoryPoller:
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
         if model is None or model.fingerprint != fingerprint:  # also after a failure
             pause_s = _FIRST_PAUSE_S
-        elif not model.may_pass or time.monotonic() < retry_at:
+        elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return
         self._retries[name] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
         await self._models.load(name, pins=False)
@@ -148,7 +148,7 @@ class Reload:
     _state: Callable[[], str]
     _requested: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request a reload, which does not wait for the loads of a previous one."""
         self._requested.set()
 
@@ -177,24 +177,24 @@ class Reload:
         if config.model_control_mode == "explicit":
             logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
-        models = asyncio.gather(*await self._poller.look())
+        models = asyncio.gather(*await self._poller.scan())
         superseded = asyncio.ensure_future(self._requested.wait())
         await either(models, superseded)
         superseded.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:
-        """Apply the settings that may change, and log these and the ones that need a restart."""
+        """Apply the settings that may change; log them, and the changes that need a restart."""
         context = self._context
         before = context.config
         changed = {name for name, value in config.flags.items() if value != before.flags[name]}
         if config.tokens != before.tokens:
             changed.add(_TOKENS)
-        live = changed & LIVE
+        applied = changed & LIVE
         if bool(config.tokens) != bool(before.tokens):  # tokens allow other listeners
-            live.discard(_TOKENS)
+            applied.discard(_TOKENS)
         for name in sorted(changed):
-            found = f"{_shown(config, name)}, was {_shown(before, name)}"
-            if name in live:
+            found = f"{_format_value(config, name)}, was {_format_value(before, name)}"
+            if name in applied:
                 logger.info("--%s has changed: %s", name, found)
             else:
                 logger.warning("--%s has changed, for which a restart is needed: %s", name, found)
@@ -202,21 +202,23 @@ class Reload:
             logger.info("no flag has changed")
         context.config = replace(
             before,
-            flags={name: (config if name in live else before).flags[name] for name in before.flags},
-            shm=replace(before.shm, **_picked(config.shm, _SHM, live)),
-            **_picked(config, {**_OWN, _TOKENS: "tokens"}, live),
+            flags={
+                name: (config if name in applied else before).flags[name] for name in before.flags
+            },
+            shm=replace(before.shm, **_selected(config.shm, _SHM, applied)),
+            **_selected(config, {**_OWN, _TOKENS: "tokens"}, applied),
         )
-        context.logging.change(_picked(config.log, _LOG, live))
+        context.logging.change(_selected(config.log, _LOG, applied))
         self._opener.limit(context.config.shm)
-        if _TOKENS in live:
+        if _TOKENS in applied:
             context.control.broadcast(SetTokens(dict(config.tokens)), "gateway")
 
 
-def _picked(settings: Any, fields: Mapping[str, str], live: set[str]) -> dict[str, Any]:
-    return {name: getattr(settings, name) for flag, name in fields.items() if flag in live}
+def _selected(settings: Any, fields: Mapping[str, str], applied: set[str]) -> dict[str, Any]:
+    return {name: getattr(settings, name) for flag, name in fields.items() if flag in applied}
 
 
-def _shown(config: ServerConfig, name: str) -> str:
+def _format_value(config: ServerConfig, name: str) -> str:
     if name == _TOKENS:
         return f"{len(config.tokens)} tokens"
     value = config.flags[name]

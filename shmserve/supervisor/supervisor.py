@@ -100,9 +100,9 @@ class Supervisor:
 
     async def run(self) -> int:
         """Start, serve, drain and stop; return the exit status."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         self.open()
-        work = asyncio.ensure_future(self._start(began))
+        work = asyncio.ensure_future(self._start(started_at))
         stop = asyncio.ensure_future(self.signalled())
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
         status = 0
@@ -120,7 +120,7 @@ class Supervisor:
         # A closed terminal sends SIGHUP, too.
         closed = self._terminal and not has_terminal()
         if number == signal.SIGHUP and self.reload is not None and not closed:
-            self.reload.ask()
+            self.reload.request()
             return
         now = time.monotonic()
         if now - self._signalled_at >= _SAME_SIGNAL_S:
@@ -150,16 +150,16 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in taken_signals():
             loop.add_signal_handler(number, self._signal, number)
-        for came in self.signals:
-            self._signal(came)
+        for number in self.signals:
+            self._signal(number)
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
         for backend, setting, value in context.config.backend_config:
             if setting in IDLE_BACKEND_SETTINGS:
-                given = f"{backend},{setting}={value}"
-                logger.warning("--backend-config=%s is without effect here", given)
+                setting_text = f"{backend},{setting}={value}"
+                logger.warning("--backend-config=%s is without effect here", setting_text)
         if context.config.trace.discarded:
             logger.warning("--trace-config: traces are discarded: triton,file=PATH is missing")
         context.worker_zygote.start()  # first: torch takes longest
@@ -170,7 +170,7 @@ class Supervisor:
         self.handover.open()
         self.listeners.publish(endpoints.addresses(context.run_dir), tls=tls)
 
-    async def _start(self, began: float) -> int:
+    async def _start(self, started_at: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
@@ -190,7 +190,7 @@ class Supervisor:
                 "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
             )
             return 1
-        await self.handover.take()
+        await self.handover.take_over()
         self.health.start()
         announce(self.context, self.health)
         self.gateways.accept()
@@ -199,10 +199,10 @@ class Supervisor:
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
         ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
-        logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
+        logger.info("the server %s after %.2f s", ready, time.monotonic() - started_at)
         self._log_first_steps()
         self.manager.ready(progress_line(self.registry.progress()))
-        _give_memory_back()
+        _trim_heap()
         self.context.background(self.watchdog.run())
         self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
@@ -282,7 +282,7 @@ class Supervisor:
         context = self.context
         self.manager.stopping("finishing what is in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
-        if not self.handover.is_followed:  # else its clients use the successor
+        if not self.handover.has_successor:  # else its clients use the successor
             self.health.exit()
         self.gateways.retire()
         self.workspace_holders.retire()
@@ -295,14 +295,14 @@ class Supervisor:
             await self._finish()
         await end_all(*context.tasks)
         await self.models.kill()
-        await self._kill_rest()
+        await self._kill_remaining()
         context.local_clients.connections.close()
         self.regions.close()
         self.local_memory.close()
         context.workspaces.close()
         context.events.close()
         context.control.close()
-        self.handover.close()  # last, when nothing that others could find is left
+        self.handover.close()  # last: a successor may use the run directory afterwards
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()
@@ -316,22 +316,22 @@ class Supervisor:
         await asyncio.wait(
             {drained, second_signal}, timeout=limit_s - last_s, return_when=asyncio.FIRST_COMPLETED
         )
-        cut_short = not drained.done()
+        is_unfinished = not drained.done()
         await end_all(drained, second_signal)
-        if cut_short:
+        if is_unfinished:
             logger.warning("not everything in flight was finished")
-            refused = asyncio.ensure_future(self._refuse())
+            refused = asyncio.ensure_future(self._reject_unfinished())
             await asyncio.wait({refused}, timeout=last_s)
             await end_all(refused)
 
-    async def _refuse(self) -> None:
+    async def _reject_unfinished(self) -> None:
         await self.models.kill()
         await self._drain_gateways()
         await self.gateways.stop()
 
     async def _drain(self, sequences_s: float) -> None:
         """Wait at most `sequences_s` for open sequences, then drain everything."""
-        if not self._is_followed:
+        if not self._has_successor:
             self.gateways.begin_drain(followed=False, names=GRPC)  # GOAWAY at once, as in Triton
         try:
             async with asyncio.timeout(sequences_s):
@@ -344,24 +344,24 @@ class Supervisor:
         await self.gateways.stop()
 
     @property
-    def _is_followed(self) -> bool:
-        return self.handover.is_followed or bool(self.listeners.lent)
+    def _has_successor(self) -> bool:
+        return self.handover.has_successor or bool(self.listeners.shared)
 
     async def _drain_gateways(self) -> None:
-        await self.gateways.drain(followed=self._is_followed)
+        await self.gateways.drain(followed=self._has_successor)
 
-    async def _kill_rest(self) -> None:
+    async def _kill_remaining(self) -> None:
         self.listeners.close()
         self.context.front_zygote.stop()
         self.context.worker_zygote.stop()
-        rest = self.processes.all()
-        for child in rest:
+        children = self.processes.all()
+        for child in children:
             if not child.title.endswith("zygote"):
                 child.kill()
-        await asyncio.gather(*(self.context.end(child, 1.0) for child in rest))
+        await asyncio.gather(*(self.context.end(child, 1.0) for child in children))
 
 
-def _give_memory_back() -> None:
+def _trim_heap() -> None:
     """Return the freed memory of the start to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

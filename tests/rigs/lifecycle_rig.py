@@ -26,13 +26,13 @@ class Generation:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(begin_like=lambda _: None, hangs=False)
+        self.instances = SimpleNamespace(keep_count_of=lambda _: None, hangs=False)
         self.ready = False
         self.problem = ""
         self._rig = rig
 
     @property
-    def hopeless(self) -> str:
+    def fatal_problem(self) -> str:
         """Why it will not be ready."""
         return self.problem
 
@@ -100,7 +100,7 @@ class LifecycleRig:
         self.number += 1
         return self.number
 
-    def know(self, number: int) -> bool:
+    def is_acknowledged(self, number: int) -> bool:
         return number <= self.known
 
     def publish_readiness(self, news: Any) -> None:
@@ -166,10 +166,10 @@ class LifecycleRig:
         self.discarded += len(list(specs))
 
     def publish(self, model: Any) -> None:
-        self.publications.update(self, model.name, *self.registry.news(model))
+        self.publications.update(self, model.name, *self.registry.publications(model))
 
-    def is_known(self, model: Any) -> bool:
-        return self.publications.known(self, model.name)
+    def is_published(self, model: Any) -> bool:
+        return self.publications.are_acknowledged(self, model.name)
 
     def answer(self, order: Order) -> None:
         self.answers.append(order)

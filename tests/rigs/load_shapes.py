@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from shmserve.supervisor.models.autoscaler import LOOK_EVERY_S, LoadSample, ScalingPolicy
+from shmserve.supervisor.models.autoscaler import SAMPLE_EVERY_S, LoadSample, ScalingPolicy
 
 _SAME_RATE_S = 0.1
 START_S = 0.1  # of an instance, from the fork to its first request
@@ -75,7 +75,7 @@ class Host:
         waited_s = took_s = 0.0
         at_s = came_s = 0.0
         looks = changes_at = math.inf
-        looks = LOOK_EVERY_S
+        looks = SAMPLE_EVERY_S
         came_s = self._next(shape, 0.0)
         while (at_s := min(came_s, looks, changes_at, done[0][0] if done else math.inf)) < seconds:
             if done and done[0][0] == at_s:
@@ -91,10 +91,10 @@ class Host:
                 queue.append(at_s)
                 came_s = self._next(shape, at_s)
             else:
-                looks += LOOK_EVERY_S
+                looks += SAMPLE_EVERY_S
                 counts = executed, executed, waited_s, executed, took_s
                 load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(done)))
-                change = self.policy.look(load, self.count)
+                change = self.policy.sample(load, self.count)
                 if change is not None and not starting and change.total > self.count:
                     starting, changes_at = 1, at_s + START_S
                 elif change is not None and not starting:

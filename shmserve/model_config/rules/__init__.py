@@ -50,7 +50,7 @@ _BATCH_BACKENDS = (
     "native",
 )  # other backends receive the tensors of each request separately
 _TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations")
-# Parameters of Triton's backends for files that have an effect here; other ones are named.
+# Parameters of Triton's backends for files that have an effect here; others cause a warning.
 _FILE_PARAMETERS = {
     "onnxruntime": (
         *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
@@ -151,8 +151,8 @@ def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
             yield Problem(("backend",), text, (("platform",),))
     elif not platform and not backend and not config.HasField("ensemble_scheduling"):
         text = f"must specify 'platform' or 'backend' for '{name}'"
-        needs = (("platform",), ("ensemble_scheduling",), ("default_model_filename",))
-        yield Problem(("backend",), text, needs)
+        related_keys = (("platform",), ("ensemble_scheduling",), ("default_model_filename",))
+        yield Problem(("backend",), text, related_keys)
     elif platform and not backend:
         text = f"unexpected platform type '{platform}' for {name}"
         yield Problem(("platform",), text, (("backend",),))
@@ -240,26 +240,26 @@ def _name_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
-    inside = model_dir.absolute()
+    base = model_dir.absolute()
     for index, output in enumerate(config.output):
         if not output.label_filename:
             continue
-        problem = _label_problem(inside, output.label_filename)
+        problem = _label_problem(base, output.label_filename)
         if problem:
             subject = f"label file '{output.label_filename}' of output '{output.name}'"
             key = ("output", index, "label_filename")
             yield Problem(key, f"{subject} for {config.name} {problem}")
 
 
-def _label_problem(inside: Path, label: str) -> str:
+def _label_problem(base: Path, label: str) -> str:
     try:
-        path = Path(os.path.normpath(inside / label))  # links may lead anywhere
+        path = Path(os.path.normpath(base / label))  # links may lead anywhere
         readable = stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         readable = False
     except (OSError, ValueError):
         return "is not a valid path"
-    if not path.is_relative_to(inside):
+    if not path.is_relative_to(base):
         return "must be inside the model directory"
     return "" if readable else "does not exist"
 
@@ -280,11 +280,11 @@ def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
 
 
 def _read_lines(path: Path, output: str) -> list[str]:
-    what = f"label file '{path.name}' of output '{output}'"
-    with refused(f"{what} cannot be read"), path.open("rb") as file:
+    description = f"label file '{path.name}' of output '{output}'"
+    with refused(f"{description} cannot be read"), path.open("rb") as file:
         raw = file.read(_LARGEST_LABEL_FILE + 1)
     if len(raw) > _LARGEST_LABEL_FILE:
-        raise InvalidArgument(f"{what} has more than {_LARGEST_LABEL_FILE} bytes")
+        raise InvalidArgument(f"{description} has more than {_LARGEST_LABEL_FILE} bytes")
     lines = raw.decode(errors="replace").split("\n")
     return [line.removesuffix("\r") for line in lines]
 

@@ -123,23 +123,23 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
         [*sorted(step.input_map.values()), *([conditional[i]] if i in conditional else [])]
         for i, step in enumerate(steps)
     ]
-    there = {io.name for io in config.input}
+    tensors = {io.name for io in config.input}
     waiting = list(range(len(steps)))
-    while ready := [index for index in waiting if there.issuperset(reads[index])]:
+    while ready := [index for index in waiting if tensors.issuperset(reads[index])]:
         waiting = [index for index in waiting if index not in ready]
-        there.update(tensor for index in ready for tensor in steps[index].output_map.values())
+        tensors.update(tensor for index in ready for tensor in steps[index].output_map.values())
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
-    if there.issuperset(output.name for output in config.output):
+    if tensors.issuperset(output.name for output in config.output):
         for index in waiting:  # in a cycle, or behind one
-            missing = next(tensor for tensor in reads[index] if tensor not in there)
+            missing = next(tensor for tensor in reads[index] if tensor not in tensors)
             text = (
                 f"step {index} of ensemble '{name}', of model '{steps[index].model_name}', can "
                 f"never run: its tensor '{missing}' is made only by steps that wait for it"
             )
             yield Problem((*_STEP, index), text)
     for index, output in enumerate(config.output):
-        if output.name not in there:
-            missing = next(t for t in reads[writers[output.name]] if t not in there)
+        if output.name not in tensors:
+            missing = next(t for t in reads[writers[output.name]] if t not in tensors)
             text = (
                 f"output '{output.name}' for ensemble '{name}' is not written: at least one of "
                 f"its depending tensors, '{missing}', is not connected"
@@ -171,35 +171,37 @@ class GraphProblem(InvalidArgument):
 
 
 def compose(
-    config: ModelConfig, models: Sequence[ModelConfig | None], elsewhere: Sequence[bool]
+    config: ModelConfig, models: Sequence[ModelConfig | None], has_any_version: Sequence[bool]
 ) -> ModelConfig:
     """Return the final configuration of an ensemble.
 
     Args:
         config: The ensemble's configuration.
         models: The configuration of each step's model; None: the model is not available.
-        elsewhere: For each step, whether another version of its model is available.
+        has_any_version: For each step, whether any version of its model serves.
 
     Raises:
         GraphProblem: The ensemble does not fit the models.
     """
-    there = _all_there(config, models, elsewhere)
-    _check_mappings(config, there)
-    _check_streams(config, there)
+    available = _available_models(config, models, has_any_version)
+    _check_mappings(config, available)
+    _check_streams(config, available)
     full = ModelConfig()
     full.CopyFrom(config)
-    if any(map(_gives_many, there)):
+    if any(map(_gives_many, available)):
         full.model_transaction_policy.decoupled = True
     return full
 
 
-def _all_there(
-    config: ModelConfig, models: Sequence[ModelConfig | None], elsewhere: Sequence[bool]
+def _available_models(
+    config: ModelConfig, models: Sequence[ModelConfig | None], has_any_version: Sequence[bool]
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
     missing: dict[str, Key] = {}
-    for index, (step, model, other) in enumerate(zip(steps, models, elsewhere, strict=True)):
-        if model is None and other:
+    for index, (step, model, has_others) in enumerate(
+        zip(steps, models, has_any_version, strict=True)
+    ):
+        if model is None and has_others:
             raise GraphProblem(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "
                 f"{step.model_version} is not loaded.",
@@ -248,9 +250,9 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
             )
         for key, tensor, found in _mapped(config, at, model):
             known = tensors.setdefault(tensor, found)
-            where = f"in ensemble {config.name}, ensemble tensor {tensor}: "
+            context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
             if problem := _disagreement(known, found):
-                raise GraphProblem(where + problem, key)
+                raise GraphProblem(context + problem, key)
     for index, condition in conditions(config).items():
         found = tensors[condition]
         if found.data_type != DataType.TYPE_BOOL:
@@ -266,22 +268,22 @@ def _mapped(
 ) -> Iterator[tuple[Key, str, _Tensor]]:
     """Yield the key, the ensemble tensor and the model's tensor of each mapping of a step."""
     step = config.ensemble_scheduling.step[index]
-    where = f"in ensemble {config.name}, "
+    context = f"in ensemble {config.name}, "
     inputs = {io.name: io for io in model.input}
     outputs = {io.name: io for io in model.output}
     for name, tensor in sorted(step.input_map.items()):
         key: Key = (*_STEP, index, "input_map", member(name))
         if name not in inputs:
             raise GraphProblem(
-                f"{where}ensemble tensor {tensor} is mapping to non-existing input {name} in model "
-                f"{step.model_name}",
+                f"{context}ensemble tensor {tensor} is mapping to non-existing input {name} in "
+                f"model {step.model_name}",
                 key,
             )
         yield key, tensor, _Tensor.of(model, inputs[name])
     for io in model.input:
         if io.name not in step.input_map and not io.optional:
             raise GraphProblem(
-                f"{where}input {io.name} in model {model.name} is not mapped to any ensemble "
+                f"{context}input {io.name} in model {model.name} is not mapped to any ensemble "
                 "tensors",
                 (*_STEP, index, "input_map"),
             )
@@ -289,29 +291,29 @@ def _mapped(
         key = (*_STEP, index, "output_map", member(name))
         if name not in outputs:
             raise GraphProblem(
-                f"{where}ensemble tensor {tensor} is mapped from non-existing output {name} in "
+                f"{context}ensemble tensor {tensor} is mapped from non-existing output {name} in "
                 f"model {step.model_name}",
                 key,
             )
         yield key, tensor, _Tensor.of(model, outputs[name])
 
 
-def _disagreement(one: _Tensor, other: _Tensor) -> str:
+def _disagreement(first: _Tensor, second: _Tensor) -> str:
     """Return the message about two models' different views of a tensor, or "".
 
     If only one of the models batches, the dimensions are compared with and without the batch
     dimension.
     """
-    if one.data_type != other.data_type:
+    if first.data_type != second.data_type:
         return (
-            f"inconsistent data type: {DataType.Name(one.data_type)} is inferred from model "
-            f"{one.model} while {DataType.Name(other.data_type)} is inferred from model "
-            f"{other.model}"
+            f"inconsistent data type: {DataType.Name(first.data_type)} is inferred from model "
+            f"{first.model} while {DataType.Name(second.data_type)} is inferred from model "
+            f"{second.model}"
         )
-    if not agree(one.dims, other.dims) and not agree(one.full_dims, other.full_dims):
+    if not agree(first.dims, second.dims) and not agree(first.full_dims, second.full_dims):
         return (
-            f"inconsistent shape: {shape_text(one.dims)} is inferred from model {one.model} "
-            f"while {shape_text(other.dims)} is inferred from model {other.model}"
+            f"inconsistent shape: {shape_text(first.dims)} is inferred from model {first.model} "
+            f"while {shape_text(second.dims)} is inferred from model {second.model}"
         )
     return ""
 

@@ -78,7 +78,7 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
         config: The configuration.
         complete: Whether the model has completed it.
     """
-    of = f"for {config.name}"
+    suffix = f"for {config.name}"
     texts = {
         name: config.parameters[name].string_value
         for name in _PARAMETERS
@@ -88,13 +88,13 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
     for name, text in texts.items():
         if values[name] is None:
             near = suggestion(text, Strategy) if name == STRATEGY else ""
-            allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {of}"
+            allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
             yield Problem(_at(name), f"{allowed}, found '{text}'{near}")
     if complete:
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
         for text in _padding_problems(config, config.parameters[PADDING].string_value, complete):
-            yield Problem(_at(PADDING), f"parameter '{PADDING}' {text} {of}")
+            yield Problem(_at(PADDING), f"parameter '{PADDING}' {text} {suffix}")
     yield from _bound_problems(config, values, complete)
 
 
@@ -103,25 +103,25 @@ def _at(name: str) -> Key:
 
 
 def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
-    chosen, of = values.get(STRATEGY), f"for {config.name}"
-    if chosen is not None and not config.HasField("dynamic_batching"):
+    strategy, suffix = values.get(STRATEGY), f"for {config.name}"
+    if strategy is not None and not config.HasField("dynamic_batching"):
         text = (
-            f"parameter '{STRATEGY}' is '{chosen}' {of}, which has no 'dynamic_batching': add that "
-            "block, or leave the parameter out"
+            f"parameter '{STRATEGY}' is '{strategy}' {suffix}, which has no 'dynamic_batching': "
+            "add that block, or leave the parameter out"
         )
         yield Problem(_at(STRATEGY), text)
-    if chosen is Strategy.ADAPTIVE and TARGET not in values:
+    if strategy is Strategy.ADAPTIVE and TARGET not in values:
         text = (
-            f"parameter '{STRATEGY}' is '{chosen}' {of}, which needs the parameter '{TARGET}', a "
-            "number of milliseconds"
+            f"parameter '{STRATEGY}' is '{strategy}' {suffix}, which needs the parameter "
+            f"'{TARGET}', a number of milliseconds"
         )
         yield Problem(_at(STRATEGY), text)
-    held = chosen is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
-    if TARGET in values and not held and (chosen or STRATEGY not in values):
-        found = f"'{chosen}'" if chosen else "not given"
+    is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
+    if TARGET in values and not is_managed and (strategy or STRATEGY not in values):
+        found = f"'{strategy}'" if strategy else "not given"
         text = (
             f"parameter '{TARGET}' is for '{STRATEGY}' '{Strategy.ADAPTIVE}' only, which is "
-            f"{found} {of}, or for '{MAX_INSTANCES}'"
+            f"{found} {suffix}, or for '{MAX_INSTANCES}'"
         )
         yield Problem(_at(TARGET), text)
 
@@ -132,20 +132,22 @@ def _bound_problems(
     bounds = {name: values[name] for name in (MIN_INSTANCES, MAX_INSTANCES) if name in values}
     if not bounds or None in bounds.values():
         return
-    least, most = bounds.get(MIN_INSTANCES) or 1, bounds.get(MAX_INSTANCES)
-    of = f"for {config.name}"
-    if most is None:
+    minimum, maximum = bounds.get(MIN_INSTANCES) or 1, bounds.get(MAX_INSTANCES)
+    suffix = f"for {config.name}"
+    if maximum is None:
         if complete:
-            text = f"parameter '{MIN_INSTANCES}' is {least} {of}, which needs '{MAX_INSTANCES}'"
+            text = (
+                f"parameter '{MIN_INSTANCES}' is {minimum} {suffix}, which needs '{MAX_INSTANCES}'"
+            )
             yield Problem(_at(MIN_INSTANCES), text)
         return
-    if least > most:
-        text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {most}, {of}"
-        needs = (_at(MAX_INSTANCES),)
-        yield Problem(_at(MIN_INSTANCES), f"{text}, found {least}", needs)
+    if minimum > maximum:
+        text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {maximum}, {suffix}"
+        related_keys = (_at(MAX_INSTANCES),)
+        yield Problem(_at(MIN_INSTANCES), f"{text}, found {minimum}", related_keys)
     yield from _of_its_kind(config)
     if complete:
-        yield from _of_groups(config, most)
+        yield from _of_groups(config, maximum)
 
 
 def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
@@ -154,12 +156,12 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
     Ensembles have no instances. An instance with sequences or generations does not become free
     after a batch.
     """
-    for key, found, is_there in (
+    for key, found, is_given in (
         ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
         ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
         ("backend", "a model that generates text", config.backend == GENERATIVE),
     ):
-        if is_there:
+        if is_given:
             text = (
                 f"parameter '{MAX_INSTANCES}' is for models whose requests are independent of one "
                 f"another, found {found}: {config.name}"
@@ -167,17 +169,17 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
             yield Problem(_at(MAX_INSTANCES), text, ((key,),))
 
 
-def _of_groups(config: ModelConfig, most: int) -> Iterator[Problem]:
+def _of_groups(config: ModelConfig, maximum: int) -> Iterator[Problem]:
     groups = config.instance_group
-    of = f"for {config.name}, which has the parameter '{MAX_INSTANCES}'"
+    suffix = f"for {config.name}, which has the parameter '{MAX_INSTANCES}'"
     if len(groups) > 1:
-        text = f"one instance group is allowed {of}, found {len(groups)}"
+        text = f"one instance group is allowed {suffix}, found {len(groups)}"
         yield Problem(("instance_group", 1), text, (_at(MAX_INSTANCES),))
         return
     for group in groups:
         count = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
-        if count > most:
-            text = f"at most {most} instances are allowed {of}, found {count}"
+        if count > maximum:
+            text = f"at most {maximum} instances are allowed {suffix}, found {count}"
             yield Problem(("instance_group", 0, "count"), text, (_at(MAX_INSTANCES),))
 
 
@@ -234,9 +236,9 @@ def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -
     else:
         yield from _value(entry.get("value", 0), io.data_type)
     yield from _buckets(entry.get("buckets", []), list(io.dims))
-    most = entry.get("max_waste", 1)
-    if isinstance(most, bool) or not isinstance(most, int | float) or not 0 <= most <= 1:
-        yield f"must have as 'max_waste' a share, from 0 to 1, found {most!r}"
+    maximum = entry.get("max_waste", 1)
+    if isinstance(maximum, bool) or not isinstance(maximum, int | float) or not 0 <= maximum <= 1:
+        yield f"must have as 'max_waste' a share, from 0 to 1, found {maximum!r}"
 
 
 def _value(value: Any, data_type: int) -> Iterator[str]:
@@ -309,15 +311,15 @@ def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> It
     taken = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):
-            made = entry.get(key)
-            if made is None:
+            extra = entry.get(key)
+            if extra is None:
                 continue
-            if not isinstance(made, str) or not made:
-                yield f"must have as '{key}' the name of an input, found {made!r}, of '{name}',"
-            elif made in taken:
+            if not isinstance(extra, str) or not extra:
+                yield f"must have as '{key}' the name of an input, found {extra!r}, of '{name}',"
+            elif extra in taken:
                 yield (
-                    f"makes the input '{made}' as '{key}', which is another input's name already, "
+                    f"makes the input '{extra}' as '{key}', which is another input's name already, "
                     f"of '{name}',"
                 )
             else:
-                taken.add(made)
+                taken.add(extra)

@@ -137,7 +137,7 @@ def _two_kinds(tensor: str, name: str) -> str:
 
 def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
-    needs = ((*at, "kind"),)
+    related_keys = ((*at, "kind"),)
     given = [field for field in _FALSE_TRUE if len(getattr(control, field))]
     if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
         if control.data_type not in _CORRELATION_TYPES:
@@ -145,28 +145,30 @@ def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iter
                 f"unexpected data type for control {kind} for {name}. Allowed data types are "
                 "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
             )
-            yield Problem((*at, "data_type"), text, needs)
+            yield Problem((*at, "data_type"), text, related_keys)
         if given:
             choices = _ONE_OF_THEM.format("or")
             text = f"sequence batching must not specify either {choices} for {kind} for {name}"
-            yield Problem((*at, given[0]), text, needs)
+            yield Problem((*at, given[0]), text, related_keys)
         return
     if not given:
         choices = _ONE_OF_THEM.format("or")
         yield Problem(
-            at, f"sequence batching must specify either {choices} for {kind} for {name}", needs
+            at,
+            f"sequence batching must specify either {choices} for {kind} for {name}",
+            related_keys,
         )
     if len(given) > 1:
         choices = _ONE_OF_THEM.format("and")
         text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
-        yield Problem((*at, given[1]), text, needs)
+        yield Problem((*at, given[1]), text, related_keys)
     for field in given:
         if len(getattr(control, field)) != 2:
             text = (
                 f"sequence batching control '{field}' must have exactly 2 entries for {kind} "
                 f"for {name}"
             )
-            yield Problem((*at, field), text, needs)
+            yield Problem((*at, field), text, related_keys)
 
 
 def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
@@ -211,24 +213,24 @@ def _initial(
         yield Problem((*at, "data_type"), text, ((*state_at, "data_type"),))
     if initial.WhichOneof("state_data") is None:
         yield Problem(at, f"initial_state setting expects state'{tensor}' to have state_data set")
-    dims, needs = (*at, "dims"), ((*state_at, "dims"),)
+    dims, related_keys = (*at, "dims"), ((*state_at, "dims"),)
     if len(initial.dims) != len(state.dims):
         text = (
             "Number of dimensions in 'initial_state' doesn't match the size of 'state' "
             f"dimensions for state input '{tensor}'. {len(initial.dims)} != {len(state.dims)}"
         )
-        yield Problem(dims, text, needs)
+        yield Problem(dims, text, related_keys)
         return
-    for index, (mine, its) in enumerate(zip(initial.dims, state.dims, strict=True)):
-        if mine < 1:
+    for index, (initial_size, state_size) in enumerate(zip(initial.dims, state.dims, strict=True)):
+        if initial_size < 1:
             text = (
                 f"'initial_state' field for state input name '{tensor}' contains variable "
                 "dimensions."
             )
             yield Problem((*dims, index), text)
-        if its not in (-1, mine):
+        if state_size not in (-1, initial_size):
             text = (
                 f"'initial_state' dim for input name '{tensor}' doesn't match 'state' dim "
-                f"description. {mine} != {its}"
+                f"description. {initial_size} != {state_size}"
             )
-            yield Problem((*dims, index), text, needs)
+            yield Problem((*dims, index), text, related_keys)

@@ -125,7 +125,7 @@ def _tensor(
 def _reshape(
     at: Key, dims: Sequence[int], shape: Sequence[int], max_batch_size: int
 ) -> Iterator[Problem]:
-    key, needs = (*at, "reshape", "shape"), ((*at, "dims"),)
+    key, related_keys = (*at, "reshape", "shape"), ((*at, "dims"),)
     if not shape and max_batch_size == 0:
         yield Problem(
             key,
@@ -140,16 +140,16 @@ def _reshape(
     if _no_dims(shape) or _no_dims(dims):
         return
     if (-1 in dims) != (-1 in shape):
-        yield Problem(key, "has different size for dims and reshape", needs)
+        yield Problem(key, "has different size for dims and reshape", related_keys)
         return
     # Each -1 keeps its size, in order. The dimensions between two -1 must therefore hold the same
     # number of elements before and after the reshape.
     before, after = _products(dims), _products(shape)
     if len(before) != len(after):
         text = "has different number of variable-size dimensions for dims and reshape"
-        yield Problem(key, text, needs)
+        yield Problem(key, text, related_keys)
     elif before != after:
-        yield Problem(key, "has different size for dims and reshape", needs)
+        yield Problem(key, "has different size for dims and reshape", related_keys)
 
 
 def _no_dims(dims: Sequence[int]) -> list[int]:

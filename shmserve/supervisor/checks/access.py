@@ -22,7 +22,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 from shmserve.supervisor.checks.memory import filesystem_space
-from shmserve.supervisor.host.listeners import listen, port_holders
+from shmserve.supervisor.host.listeners import listen, port_users
 from shmserve.supervisor.host.run_directory import objection
 
 _LITTLE = 16 * 2**20
@@ -55,7 +55,7 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
     """Apply the rules of a server's start."""
     path, problem = configured_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
-        problem = objection(path, path.lstat(), through=0o010 if config.shm.group >= 0 else 0)
+        problem = objection(path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0)
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if parent != path and not os.access(parent, os.W_OK | os.X_OK):
         problem = f"'{path}' cannot be made: this user may not write to '{parent}'"
@@ -105,7 +105,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
             for sock in listen(address, port, flag, config.guarded):
                 sock.close()
         except InvalidArgument as error:
-            refused.append((error.message, tuple(pid for pid, _ in port_holders(port))))
+            refused.append((error.message, tuple(pid for pid, _ in port_users(port))))
     return PortFacts(tuple(addresses), tuple(refused), server_pid(configured_run_directory(config)))
 
 

@@ -43,7 +43,7 @@ def gather_packages(_: ServerConfig) -> Versions:
     except metadata.PackageNotFoundError:
         return {}
     found = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", needed, re.MULTILINE)
-    return {name: (_installed(name), least) for name, least in found}
+    return {name: (_installed(name), minimum) for name, minimum in found}
 
 
 def _installed(package: str) -> str:
@@ -57,11 +57,11 @@ def judge_packages(versions: Versions) -> Verdict:
     """Compare with the minimum versions of pyproject.toml, which exclude known vulnerabilities."""
     if not versions:
         return warning("shmserve is not installed", "pip install shmserve")
-    old = [name for name, (has, least) in versions.items() if _numbers(has) < _numbers(least)]
+    old = [name for name, (has, minimum) in versions.items() if _numbers(has) < _numbers(minimum)]
     if old:
         found = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old)
-        wanted = " ".join(f"'{name}>={versions[name][1]}'" for name in old)
-        return wrong(f"too old or missing: {found}", f"pip install --upgrade {wanted}")
+        packages = " ".join(f"'{name}>={versions[name][1]}'" for name in old)
+        return wrong(f"too old or missing: {found}", f"pip install --upgrade {packages}")
     shown = (f"{name} {versions[name][0]}" for name in _SHOWN if name in versions)
     return ok(", ".join((f"Python {platform.python_version()}", *shown)))
 
@@ -94,14 +94,14 @@ def gather_units(_: ServerConfig) -> tuple[int, str]:
     if units and shutil.which("systemd-analyze"):
         report = _analyze("verify", "--man=no", *units)[1]
         for unit in units:
-            least = ("--offline=true", f"--threshold={_EXPOSURE}")
-            status, text = _analyze("security", "--no-pager", *least, unit)
+            minimum = ("--offline=true", f"--threshold={_EXPOSURE}")
+            status, text = _analyze("security", "--no-pager", *minimum, unit)
             report += text.strip().splitlines()[-1] if status else ""
     return len(units), report.strip()
 
 
-def _analyze(*words: str) -> tuple[int, str]:
-    command, output = ["systemd-analyze", *words], subprocess.PIPE
+def _analyze(*arguments: str) -> tuple[int, str]:
+    command, output = ["systemd-analyze", *arguments], subprocess.PIPE
     done = subprocess.run(
         command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE_S
     )
@@ -127,8 +127,10 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
     found = f"a process may have {limit}"
     if limit < fd_limits.FEWEST:
         return wrong(f"{found}, at least {fd_limits.FEWEST} are needed", _MORE_FILES)
-    if (held := fd_limits.for_regions(limit)) < regions:
-        return warning(f"{found}: {held} regions, --shm-max-regions is {regions}", _MORE_FILES)
+    if (regions_limit := fd_limits.for_regions(limit)) < regions:
+        return warning(
+            f"{found}: {regions_limit} regions, --shm-max-regions is {regions}", _MORE_FILES
+        )
     return ok(found)
 
 
@@ -171,8 +173,8 @@ def gather_tracing(_: ServerConfig) -> int:
 
 def judge_tracing(scope: int) -> Verdict:
     """Report which processes may attach a debugger; the server needs none."""
-    who = {0: "any process of the same user", 1: "root, or a parent", 2: "root"}
-    return ok(f"for {who.get(scope, 'nobody')} (kernel.yama.ptrace_scope={scope})")
+    users = {0: "any process of the same user", 1: "root, or a parent", 2: "root"}
+    return ok(f"for {users.get(scope, 'nobody')} (kernel.yama.ptrace_scope={scope})")
 
 
 def gather_user(_: ServerConfig) -> tuple[int, bool]:
@@ -214,8 +216,8 @@ def gather_clock(_: ServerConfig) -> tuple[float, float, str]:
 
 def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a fast clock, which is read about ten times for each request."""
-    now, installed, source = facts
-    if now < installed - _DAY_S:
+    clock_time, installed, source = facts
+    if clock_time < installed - _DAY_S:
         found = "before the day when shmserve was installed: certificates are not valid yet"
         return warning(found, "timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):

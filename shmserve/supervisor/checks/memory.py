@@ -38,9 +38,9 @@ _PATTERN = bytes(range(256)) * 16
 
 
 class ShmFolder(NamedTuple):
-    """The state of /dev/shm. `filesystem` is "" if it is missing; `used`: clients may use it."""
+    """The state of /dev/shm. `filesystem` is "" if it is missing; `is_used`: clients may use it."""
 
-    used: bool
+    is_used: bool
     filesystem: str = ""
     options: str = ""
     mode: int = 0
@@ -51,9 +51,9 @@ class ShmFolder(NamedTuple):
 
 def gather_shm(config: ServerConfig) -> ShmFolder:
     """Return the state of /dev/shm in this process's mount namespace."""
-    used = config.shm.allow is not False
+    is_used = config.shm.allow is not False
     if not _SHM.is_dir():
-        return ShmFolder(used)
+        return ShmFolder(is_used)
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     _, filesystem, options = max(mount[1:4] for mount in mounts if _SHM.is_relative_to(mount[1]))
     size, free = filesystem_space(_SHM)
@@ -61,7 +61,7 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=_SHM):
         writable = True
     mode = _SHM.stat().st_mode & 0o7777
-    return ShmFolder(used, filesystem, options, mode, size, free, writable)
+    return ShmFolder(is_used, filesystem, options, mode, size, free, writable)
 
 
 def filesystem_space(folder: Path) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def filesystem_space(folder: Path) -> tuple[int, int]:
 
 def judge_shm(shm: ShmFolder) -> Verdict:
     """Require a writable tmpfs with space for clients' regions."""
-    if not shm.used:
+    if not shm.is_used:
         return ok("clients share none (--allow-client-shm=false)")
     if shm.filesystem != "tmpfs":
         found = f"is on {shm.filesystem}, a disk" if shm.filesystem else "there is none"
@@ -104,8 +104,8 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
             status = entry.stat(follow_symlinks=False)
             if status.st_blocks * 512 >= _WORTH_TELLING:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
-    used = _in_use() if large else set()
-    found = (ShmObject(name, size, uid, f"{_SHM}/{name}" in used) for name, size, uid in large)
+    is_used = _in_use() if large else set()
+    found = (ShmObject(name, size, uid, f"{_SHM}/{name}" in is_used) for name, size, uid in large)
     return sorted(found, key=attrgetter("byte_size"), reverse=True)
 
 
@@ -123,13 +123,15 @@ def _in_use() -> set[str]:
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
     """Warn about objects of killed programs, which use memory until someone deletes them."""
-    left = [each for each in objects if not each.in_use]
-    total = megabytes(sum(each.byte_size for each in left or objects))
-    if left:
-        shown = (f"{each.name} ({megabytes(each.byte_size)}, uid {each.uid})" for each in left[:3])
-        more = ", ..." if left[3:] else ""
-        found = f"{len(left)} objects, {total}, that no process seen from here has: "
-        fix = f"if no container has it: rm /dev/shm/{left[0].name}{more}"
+    unused = [each for each in objects if not each.in_use]
+    total = megabytes(sum(each.byte_size for each in unused or objects))
+    if unused:
+        shown = (
+            f"{each.name} ({megabytes(each.byte_size)}, uid {each.uid})" for each in unused[:3]
+        )
+        more = ", ..." if unused[3:] else ""
+        found = f"{len(unused)} objects, {total}, that no process seen from here has: "
+        fix = f"if no container has it: rm /dev/shm/{unused[0].name}{more}"
         return warning(f"{found}{', '.join(shown)}{more}", fix)
     return ok(f"{len(objects)} objects of 1 MB or more, {total}, all in use" if objects else "none")
 
@@ -163,9 +165,9 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
 
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
     """Require enough lockable memory for pinned regions."""
-    limit, wanted = facts
+    limit, needed = facts
     found = "any number of bytes" if limit < 0 else megabytes(limit)
-    if wanted and 0 <= limit < _LITTLE:
+    if needed and 0 <= limit < _LITTLE:
         fix = "LimitMEMLOCK=infinity in the unit, ulimit -l unlimited, docker --ulimit memlock=-1"
         return warning(f"{found}: larger regions cannot be pinned for the device", fix)
     return ok(found)
@@ -302,9 +304,11 @@ def read(handle: bytes) -> bytes:
 def probe() -> str | None:
     """Return the argument of `sys.exit`: why device memory could not be shared, or None."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([*_PROBE, "export"], stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout is not None
-        line = other.stdout.readline().strip()
+    with subprocess.Popen(
+        [*_PROBE, "export"], stdin=pipe, stdout=pipe, text=True
+    ) as exporter_process:
+        assert exporter_process.stdout is not None
+        line = exporter_process.stdout.readline().strip()
         try:
             shared = bool(line) and read(bytes.fromhex(line)) == _PATTERN
         except (ShmserveError, CudaError) as error:

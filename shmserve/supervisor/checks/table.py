@@ -50,7 +50,7 @@ CHECKS: tuple[HostCheck, ...] = (
 )
 
 
-def look(
+def run_checks(
     config: ServerConfig, checks: Iterable[HostCheck] = CHECKS
 ) -> Iterator[tuple[HostCheck, Verdict]]:
     """Yield the verdict of each check. A check that raises an exception yields a warning."""
@@ -61,13 +61,15 @@ def look(
             yield check, warning(f"cannot be looked at: {error}", "look at it by hand")
 
 
-def look_at_start(config: ServerConfig) -> None:
+def check_at_start(config: ServerConfig) -> None:
     """Log the problems of this host; run directory and ports are checked when they are opened.
 
     Raises:
         InvalidArgument: A server would be useless.
     """
-    for check, (state, found, fix) in look(config, (each for each in CHECKS if each.at_start)):
+    for check, (state, found, fix) in run_checks(
+        config, (each for each in CHECKS if each.at_start)
+    ):
         text = f"{check.name}: {found} ({fix})"
         if state == WRONG and check.at_start == "refuse":
             raise InvalidArgument(text)

@@ -35,7 +35,7 @@ from shmserve.supervisor.regions.region import OpenRegion
 logger = logging.getLogger(__name__)
 
 _MOST_RECENT = 50  # events of each topic that are kept
-MOST_QUEUED = 1000  # messages for each subscriber: later ones are lost
+MOST_QUEUED = 1000  # messages for each subscriber; further messages are lost
 _LONGEST_MESSAGE = 256  # bytes: subscribers send nothing but topics
 
 
@@ -53,14 +53,14 @@ class Subscriptions:
         """
         if frame[:1] not in (b"\0", b"\1"):
             return None
-        prefix, wanted = frame[1:], frame[:1] == b"\1"
-        if wanted:
+        prefix, is_subscribed = frame[1:], frame[:1] == b"\1"
+        if is_subscribed:
             self._prefixes.add(prefix)
         else:
             self._prefixes.discard(prefix)
-        return prefix.decode("utf-8", "replace"), wanted
+        return prefix.decode("utf-8", "replace"), is_subscribed
 
-    def follow(self, topic: str) -> bool:
+    def has_subscriber(self, topic: str) -> bool:
         """Return whether an event on this topic has a subscriber."""
         return any(topic.encode().startswith(prefix) for prefix in self._prefixes)
 
@@ -128,8 +128,8 @@ class EventPublisher:
     def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
         """Bind to ipc://PATH. An error is logged and disables only the events.
 
-        `on_subscription(prefix, wanted)` is called for the first subscription of a prefix, and when
-        the last one ends.
+        `on_subscription(prefix, is_subscribed)` is called for the first subscription of a
+        prefix, and when the last one ends.
         """
 
         def updated(frame: bytes) -> None:
@@ -144,7 +144,7 @@ class EventPublisher:
 
     def is_followed(self, topic: str) -> bool:
         """Return whether a topic has a subscriber."""
-        return self._socket is not None and self._subscriptions.follow(topic)
+        return self._socket is not None and self._subscriptions.has_subscriber(topic)
 
     def publish(self, event: Any) -> None:
         """Send an event to the subscribers of its topic, and keep it unless it has counters."""
@@ -207,24 +207,24 @@ class EventFeed:
     _regions: Callable[[], list[OpenRegion]]
     _health: Callable[[], Any]
     _count: Callable[[], None]
-    _known: States = field(init=False, default_factory=dict)
+    _published: States = field(init=False, default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
 
-    def subscribed(self, prefix: str, wanted: bool) -> None:
-        """Respond to a new subscription to `prefix`, or process its end (not `wanted`)."""
-        if wanted and prefix.startswith(SNAPSHOT):
+    def subscribed(self, prefix: str, is_subscribed: bool) -> None:
+        """Respond to a new subscription to `prefix`, or process its end (not `is_subscribed`)."""
+        if is_subscribed and prefix.startswith(SNAPSHOT):
             self._publisher.respond(prefix, self.snapshot())
-        if wanted and prefix.startswith(SEQUENCES):
+        if is_subscribed and prefix.startswith(SEQUENCES):
             self._publisher.number(prefix)
-        if wanted and prefix.startswith(RECENT):
+        if is_subscribed and prefix.startswith(RECENT):
             self._publisher.repeat(prefix)
         if self._timer is None:
             self._tick()
 
     def models_changed(self) -> None:
         """Publish the changes of models' states since the last call."""
-        before, self._known = self._known, self._models()
-        for event in changes(before, self._known):
+        before, self._published = self._published, self._models()
+        for event in changes(before, self._published):
             self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:

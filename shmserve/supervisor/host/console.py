@@ -61,9 +61,9 @@ class StartupReport:
 
     def __init__(self, progress: Callable[[], dict[str, str]]) -> None:
         self._progress = progress
-        self._live = sys.stderr.isatty()
-        self._began: dict[str, float] = {}
-        self._known: dict[str, str] = {}
+        self._is_terminal = sys.stderr.isatty()
+        self._started_at: dict[str, float] = {}
+        self._states: dict[str, str] = {}
         self._entered = False
 
     def __enter__(self) -> None:
@@ -77,26 +77,28 @@ class StartupReport:
         """Report the changes."""
         if not self._entered:
             return
-        before, self._known = self._known, self._progress()
-        for model, now in self._known.items():
-            if before.get(model) != now:
-                self._report(model, now)
-        busy = [model for model, now in self._known.items() if now == "loading"]
-        done, total = len(self._known) - len(busy), len(self._known)
-        self._write(f"[{done}/{total} models] loading {', '.join(busy)}"[:110] if busy else "")
+        before, self._states = self._states, self._progress()
+        for model, state in self._states.items():
+            if before.get(model) != state:
+                self._report(model, state)
+        loading = [model for model, state in self._states.items() if state == "loading"]
+        done, total = len(self._states) - len(loading), len(self._states)
+        self._write(
+            f"[{done}/{total} models] loading {', '.join(loading)}"[:110] if loading else ""
+        )
 
-    def _report(self, model: str, now: str) -> None:
-        began = self._began.setdefault(model, time.monotonic())
+    def _report(self, model: str, state: str) -> None:
+        started_at = self._started_at.setdefault(model, time.monotonic())
         self._write("")
-        if now == "loading":
-            logger.info("model %s: %s", model, now)
+        if state == "loading":
+            logger.info("model %s: %s", model, state)
         else:
-            level = logging.ERROR if now.startswith("failed") else logging.INFO
-            logger.log(level, "model %s: %s (%.2f s)", model, now, time.monotonic() - began)
+            level = logging.ERROR if state.startswith("failed") else logging.INFO
+            logger.log(level, "model %s: %s (%.2f s)", model, state, time.monotonic() - started_at)
 
     def _write(self, line: str) -> None:
         """Replace the last line of a terminal."""
-        if self._live:
+        if self._is_terminal:
             sys.stderr.write(f"\r\x1b[K{line}")
             sys.stderr.flush()
 

@@ -38,13 +38,13 @@ _DOOR = "door"
 class Offer:
     """The listening sockets that a running server passes to its successor.
 
-    `sockets` are by protocol, `door` is the listener of local clients, and `lent` are the sockets
+    `sockets` are by protocol, `door` is the listener of local clients, and `shared` are the sockets
     that the server itself has inherited.
     """
 
     link: socket.socket
     sockets: dict[str, list[socket.socket]]
-    lent: list[socket.socket]
+    shared: list[socket.socket]
     door: socket.socket
 
     @classmethod
@@ -68,19 +68,19 @@ class Offer:
                 raise ConnectionAbortedError(response["refused"])
         except OSError as error:
             link.close()
-            raise InvalidArgument(f"--take-over: {_why_not(run_dir, error)}") from None
+            raise InvalidArgument(f"--take-over: {_refusal(run_dir, error)}") from None
         sockets: dict[str, list[socket.socket]] = {}
-        lent = []
+        shared = []
         for (name, is_lent), fd in zip(response["sockets"], fds, strict=True):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             sockets.setdefault(name, []).append(sock)
             if is_lent:
-                lent.append(sock)
-        return cls(link, sockets, lent, *sockets.pop(_DOOR))
+                shared.append(sock)
+        return cls(link, sockets, shared, *sockets.pop(_DOOR))
 
-    def served(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
-        """Return the sockets of these protocols and of local clients, and close the others."""
+    def select(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
+        """Return the sockets of these protocols and of local clients, and close the rest."""
         for name in self.sockets.keys() - protocols - {"local"}:
             for sock in self.sockets.pop(name):
                 sock.close()
@@ -90,7 +90,10 @@ class Offer:
         """Send the offer over the link. Raises OSError."""
         sent = [(name, each) for name, sockets in self.sockets.items() for each in sockets]
         sent.append((_DOOR, self.door))
-        offer = {"version": _VERSION, "sockets": [(name, each in self.lent) for name, each in sent]}
+        offer = {
+            "version": _VERSION,
+            "sockets": [(name, each in self.shared) for name, each in sent],
+        }
         fds = [each.fileno() for _, each in sent]
         socket.send_fds(self.link, [json.dumps(offer).encode()], fds)
 
@@ -109,7 +112,7 @@ def _receive(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
     return data, fds
 
 
-def _why_not(run_dir: Path, error: OSError) -> str:
+def _refusal(run_dir: Path, error: OSError) -> str:
     if isinstance(error, ConnectionAbortedError):
         return f"the server of '{run_dir}' cannot be followed: {error}"
     if isinstance(error, PermissionError):
@@ -140,8 +143,8 @@ class HandoverLink:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[None]] = {}
-        self._orders: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
-        self._work = asyncio.ensure_future(self._obey())
+        self._requests: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
+        self._work = asyncio.ensure_future(self._execute_requests())
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(link.fileno(), self._read)
 
@@ -153,7 +156,7 @@ class HandoverLink:
         self._send([number, verb, name], fds)
         return done
 
-    async def settled(self) -> None:
+    async def until_done(self) -> None:
         """Wait until all requests so far are done."""
         if self._pending:
             await asyncio.wait(self._pending.copy().values())
@@ -166,33 +169,28 @@ class HandoverLink:
             except OSError as error:  # the other server has ended, or does not read
                 logger.warning("messages to the other server are disabled: %s", error.strerror)
                 self._end()
-        self._settle_all()
+        self._resolve_all()
 
     def _read(self) -> None:
         fds: list[int] = []
         try:
             data, fds = _receive(self._link, 2)
-            number, *order = json.loads(data)
-            if order:
-                verb, name = map(str, order)
-                self._orders.put_nowait((number, verb, name, fds))
+            number, *request = json.loads(data)
+            if request:
+                verb, name = map(str, request)
+                self._requests.put_nowait((number, verb, name, fds))
             else:
                 settle(self._pending.pop(number, None), None)
         except BlockingIOError:
             return
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            RecursionError,
-        ):  # ended, or garbage
+        except (OSError, ValueError, TypeError, RecursionError):  # the end, or an invalid message
             for fd in fds:
                 os.close(fd)
             self._end()
 
-    async def _obey(self) -> None:
+    async def _execute_requests(self) -> None:
         while True:
-            number, verb, name, fds = await self._orders.get()
+            number, verb, name, fds = await self._requests.get()
             try:
                 await self._take(verb, name, fds)
             except Exception:
@@ -204,9 +202,9 @@ class HandoverLink:
             self.ended.set_result(None)
             self._loop.remove_reader(self._link.fileno())
             self._link.close()
-            self._settle_all()
+            self._resolve_all()
 
-    def _settle_all(self) -> None:
+    def _resolve_all(self) -> None:
         for done in self._pending.values():
             settle(done, None)
         self._pending.clear()

@@ -21,7 +21,7 @@ from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
 
 # The errors of an address family that this host does not have.
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 _BACKLOG = 1024
@@ -38,7 +38,7 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not guarded and not all(is_loopback(str(where[0])) for *_, where in found):
+    if not guarded and not all(is_loopback(str(socket_address[0])) for *_, socket_address in found):
         raise _unguarded(flag, f"'{address}'")
     return found
 
@@ -57,36 +57,36 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
         InvalidArgument: An address is not available, or other hosts reach it and it is not
             `guarded`. The message names `flag`.
     """
-    made: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     missing: OSError | None = None
-    for family, _, _, _, where in resolve(address, port, flag, guarded):
+    for family, _, _, _, socket_address in resolve(address, port, flag, guarded):
         try:
-            made.append(_bound_to(family, where))
+            sockets.append(_bound_to(family, socket_address))
         except OSError as error:
             missing = error
-            if error.errno not in _NOT_HERE:
+            if error.errno not in _NO_SUCH_FAMILY:
                 break
-    if missing is not None and (not made or missing.errno not in _NOT_HERE):
-        for opened in made:
+    if missing is not None and (not sockets or missing.errno not in _NO_SUCH_FAMILY):
+        for opened in sockets:
             opened.close()
-        named = flag if missing.errno in _NOT_HERE else flag.replace("-address", "-port")
-        reason = f"{missing.strerror}{_holder(missing, port)}"
+        named = flag if missing.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
+        reason = f"{missing.strerror}{_port_user(missing, port)}"
         raise InvalidArgument(f"{named}: cannot listen on {address}:{port}: {reason}") from None
-    return made
+    return sockets
 
 
-def _holder(error: OSError, port: int) -> str:
-    holders = port_holders(port) if error.errno == errno.EADDRINUSE else []
-    return f" (by {holders[0][1]}, pid {holders[0][0]})" if holders else ""
+def _port_user(error: OSError, port: int) -> str:
+    users = port_users(port) if error.errno == errno.EADDRINUSE else []
+    return f" (by {users[0][1]}, pid {users[0][0]})" if users else ""
 
 
-def _bound_to(family: int, where: Any) -> socket.socket:
+def _bound_to(family: int, socket_address: Any) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(where)
+        sock.bind(socket_address)
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError:
@@ -95,7 +95,7 @@ def _bound_to(family: int, where: Any) -> socket.socket:
     return sock
 
 
-def lend(sock: socket.socket, guarded: bool, by: str = "LISTEN_FDS") -> socket.socket:
+def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> socket.socket:
     """Prepare an inherited listening socket.
 
     Raises:
@@ -107,7 +107,7 @@ def lend(sock: socket.socket, guarded: bool, by: str = "LISTEN_FDS") -> socket.s
         return sock
     host, port = sock.getsockname()[:2]
     if not guarded and not is_loopback(host):
-        raise _unguarded(by, f"{host}:{port}")
+        raise _unguarded(source, f"{host}:{port}")
     return sock
 
 
@@ -121,7 +121,7 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if _is_left_behind(path):
+        if _is_abandoned(path):
             path.unlink()
         mask = os.umask(0o177)
         try:
@@ -141,7 +141,7 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
     return sock
 
 
-def _is_left_behind(path: Path) -> bool:
+def _is_abandoned(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -169,10 +169,10 @@ class Listeners:
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
     local: list[socket.socket] = field(default_factory=list)  # closed by `LocalClientConnections`
-    lent: list[socket.socket] = field(default_factory=list)  # used by other servers, too
+    shared: list[socket.socket] = field(default_factory=list)  # used by other servers, too
     kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a previous server
 
-    def have(self, path: Path) -> bool:
+    def has_path(self, path: Path) -> bool:
         """Return whether a socket listens at a path."""
         return any(sock.getsockname() == os.fspath(path) for sock in (*self.http, *self.grpc))
 
@@ -181,14 +181,14 @@ class Listeners:
         """Return the listener of the predecessor's local clients."""
         return None if self.offer is None else self.offer.door
 
-    def lend_all(self) -> None:
+    def share_all(self) -> None:
         """Mark all sockets as used by a successor."""
-        self.lent = [*self.http, *self.metrics, *self.grpc]
+        self.shared = [*self.http, *self.metrics, *self.grpc]
 
     def close(self, *, grpc_only: bool = False) -> None:
         """Close all sockets that are open, or those of gRPC."""
         for sock in self.grpc if grpc_only else (*self.http, *self.metrics, *self.grpc):
-            if sock in self.lent:
+            if sock in self.shared:
                 sock.close()
             else:
                 close(sock)
@@ -234,7 +234,7 @@ def _address(sock: socket.socket, start: str, unix: str = "unix:") -> str:
 _LISTENS = "0A"
 
 
-def port_holders(port: int) -> list[tuple[int, str]]:
+def port_users(port: int) -> list[tuple[int, str]]:
     """Return the visible processes (pid, name) that listen at a TCP port, by pid."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

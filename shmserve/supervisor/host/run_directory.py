@@ -41,12 +41,12 @@ class RunDirectory:
     """
 
     def __init__(
-        self, wanted: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
+        self, chosen: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
     ) -> None:
-        """Lock `wanted` (created with mode 0700 if it is missing), or a new temporary folder.
+        """Lock `chosen` (created with mode 0700 if it is missing), or a new temporary folder.
 
         Args:
-            wanted: The folder.
+            chosen: The folder.
             group: A group whose programs may traverse the folder, or -1.
             patience_s: The time in seconds to wait for a server that ends.
 
@@ -55,16 +55,16 @@ class RunDirectory:
                 user, accessible to other users, in use, or contains foreign files. Also if its path
                 is too long, or if this user may not grant access to the group.
         """
-        if wanted is None:
+        if chosen is None:
             with refused("--run-dir: is needed, no folder for temporary files can be used"):
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
-            self.path = Path(os.path.abspath(wanted))
-            made = refused(f"--run-dir: cannot make '{self.path}'")
-            with made, contextlib.suppress(FileExistsError):  # its type is checked next
+            self.path = Path(os.path.abspath(chosen))
+            creating = refused(f"--run-dir: cannot make '{self.path}'")
+            with creating, contextlib.suppress(FileExistsError):  # its type is checked next
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        through = 0o010 if group >= 0 else 0
-        if against := objection(self.path, self.path.lstat(), through):
+        group_bits = 0o010 if group >= 0 else 0
+        if against := objection(self.path, self.path.lstat(), group_bits):
             raise InvalidArgument(f"--run-dir: {against}")
         with refused(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
@@ -81,9 +81,9 @@ class RunDirectory:
     @classmethod
     def inside(cls, shared: Path, group: int = -1) -> RunDirectory:
         """Create a folder for the successor of the server in `shared`. Raises InvalidArgument."""
-        made = cls(shared / f"g{os.getpid()}", group)
-        made.shared = made.path.parent
-        return made
+        creating = cls(shared / f"g{os.getpid()}", group)
+        creating.shared = creating.path.parent
+        return creating
 
     @classmethod
     def usual(cls, group: int = -1) -> RunDirectory:
@@ -93,12 +93,12 @@ class RunDirectory:
             return cls(usual, group, _USUAL_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
             try:
-                fresh = cls(endpoints.beside(usual, secrets.token_hex(4)), group)
+                fallback = cls(endpoints.beside(usual, secrets.token_hex(4)), group)
             except (InvalidArgument, OSError):
-                fresh = cls(None, group)
+                fallback = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ")
-            logger.warning("%s; clients must connect with connect('%s')", reason, fresh.path)
-            return fresh
+            logger.warning("%s; clients must connect with connect('%s')", reason, fallback.path)
+            return fallback
 
     def _lock(self, patience_s: float) -> int:
         deadline = time.monotonic() + patience_s
@@ -163,27 +163,27 @@ class RunDirectory:
     def clear_before(self) -> None:
         """Delete the files of the predecessor, which has ended. Raises OSError."""
         shown = map(os.path.basename, _SHOWN)
-        ours = {"lock", "guests", "door", self.path.name, *shown}
+        own_files = {"lock", "guests", "door", self.path.name, *shown}
         for folder in (self.shared, self.shared / "guests"):
-            _empty(folder, ours)
+            _empty(folder, own_files)
         self._show()  # the predecessor has removed its own
 
     def remove(self) -> None:
         """Delete the folder and its contents."""
-        with contextlib.suppress(OSError), alone(self.lock_fd):
+        with contextlib.suppress(OSError), exclusive(self.lock_fd):
             clear(self.path, self.lock_fd)
 
 
-def objection(path: Path, status: os.stat_result, through: int) -> str:
+def objection(path: Path, status: os.stat_result, group_bits: int) -> str:
     """Return the objection to a folder as a run directory, or "".
 
-    `through` are the mode bits that are allowed in addition to the owner's.
+    `group_bits` are the mode bits that are allowed in addition to the owner's.
     """
     if not stat.S_ISDIR(status.st_mode):
         return f"'{path}' is not a directory"
     if status.st_uid != os.geteuid():
         return f"'{path}' belongs to uid {status.st_uid}, not to this server's {os.geteuid()}"
-    if status.st_mode & 0o077 & ~through:
+    if status.st_mode & 0o077 & ~group_bits:
         return (
             f"'{path}' has mode {status.st_mode & 0o777:04o}; it must be 0700, open to its owner "
             "alone"
@@ -197,7 +197,7 @@ def objection(path: Path, status: os.stat_result, through: int) -> str:
 
 
 @contextlib.contextmanager
-def alone(lock_fd: int) -> Iterator[None]:
+def exclusive(lock_fd: int) -> Iterator[None]:
     """Exclude the other processes that have inherited a server's lock, `lock_fd`."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
@@ -209,9 +209,9 @@ def alone(lock_fd: int) -> Iterator[None]:
 def clear(path: Path, lock_fd: int) -> None:
     """Delete a server's folder and its contents. Raises OSError.
 
-    Each process that outlives the server calls this while it is `alone`, with the inherited lock.
-    The second one finds nothing, or another server's lock, whose files are kept. A successor's lock
-    is in the parent folder.
+    Each process that outlives the server calls this within `exclusive`, with the inherited lock.
+    The second process finds nothing, or another server's lock, whose files are kept. A successor's
+    lock is in the parent folder.
     """
     for folder in (path, path.parent):
         with contextlib.suppress(FileNotFoundError):
@@ -223,9 +223,9 @@ def clear(path: Path, lock_fd: int) -> None:
                     folder.rmdir()
 
 
-def _empty(path: Path, but: Container[str] = ("lock",)) -> None:
+def _empty(path: Path, keep: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
-        if entry.name not in but:
+        if entry.name not in keep:
             # A process that is ending, too, may have removed its own files.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

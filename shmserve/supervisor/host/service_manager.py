@@ -48,9 +48,9 @@ class ServiceManager:
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
-            where = f"\0{address[1:]}" if address.startswith("@") else address
+            socket_address = f"\0{address[1:]}" if address.startswith("@") else address
             try:
-                self._socket.connect(where)
+                self._socket.connect(socket_address)
             except OSError as error:
                 logger.warning("the service manager is not notified: %s", error.strerror)
                 self.close()
@@ -64,8 +64,8 @@ class ServiceManager:
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """Return the service manager that the environment names, and remove its variables."""
         text = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
-        asked = text["USEC"].isdecimal() and text["PID"] in ("", str(os.getpid()))
-        watchdog_s = int(text["USEC"]) / 1e6 if asked else 0.0
+        required = text["USEC"].isdecimal() and text["PID"] in ("", str(os.getpid()))
+        watchdog_s = int(text["USEC"]) / 1e6 if required else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def ready(self, state: str) -> None:
@@ -166,7 +166,7 @@ class ServiceManager:
 
 def progress_line(progress: Mapping[str, str]) -> str:
     """Format the progress of loads by model in one line."""
-    kinds = [now.partition(":")[0] for now in progress.values()]
+    kinds = [state.partition(":")[0] for state in progress.values()]
     line = f"{kinds.count('ready')}/{len(progress)} models ready"
     for kind in ("loading", "failed"):
         models = [model for model, found in zip(progress, kinds, strict=True) if found == kind]

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 _MESSAGE = 64 * 1024
-_MOST = 253  # SCM_MAX_FD; the kernel would close the others, which may block
+_MOST = 253  # SCM_MAX_FD; the kernel would close further descriptors, which may block
 _MOST_TAKEN = 4
 _CREDENTIALS = 12
 _NO_LINGER = struct.pack("ii", 0, 0)
@@ -48,7 +48,7 @@ _NO_LINGER = struct.pack("ii", 0, 0)
 _MOST_CLIENTS = 1024
 _MOST_UNWELCOMED = 256  # clients before their Hello; then the oldest is disconnected
 _BACKLOG = 128
-_AT_ONCE = 64  # connections accepted before others are read
+_AT_ONCE = 64  # connections that are accepted before open connections are read
 _MOST_UNREAD = 4096  # unread messages; then the local client is disconnected
 _OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot use
 
@@ -164,12 +164,12 @@ class LocalClientConnections:
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
-        lent: Iterable[socket.socket],
+        shared: Iterable[socket.socket],
         door: socket.socket | None,
     ) -> None:
         """Open the listener for programs of this user, and of a group if there is one.
 
-        Clients wait at the `lent` listeners, and at the `door` of a predecessor, until `accept`.
+        Clients wait at the `shared` listeners, and at the `door` of a predecessor, until `accept`.
 
         Raises:
             Unavailable: The run directory has no space for the listener.
@@ -190,9 +190,9 @@ class LocalClientConnections:
         self._door = Listener(door or _opened(path, group))
         buffer = self._door.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self.largest_packet = buffer - _OVERHEAD
-        self._lent = list(map(Listener, lent))
+        self._shared = list(map(Listener, shared))
         self._own = [] if door else [self._door]
-        self._before = [self._door] if door else []
+        self._predecessors = [self._door] if door else []
         self._accept_at(self._own)
 
     def __contains__(self, number: int) -> bool:
@@ -209,30 +209,32 @@ class LocalClientConnections:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def accept(self) -> None:
-        """Accept the clients that wait at lent listeners."""
-        for listener in self._before:
-            listener.sock.listen(_BACKLOG)  # sets the credentials that peers read to this process
-        self._accept_at([*self._before, *self._lent])
-        self._own, self._before = [*self._own, *self._before], []
+        """Accept the clients that wait at shared listeners."""
+        for listener in self._predecessors:
+            listener.sock.listen(
+                _BACKLOG
+            )  # peers read the credentials of the process that listened last
+        self._accept_at([*self._predecessors, *self._shared])
+        self._own, self._predecessors = [*self._own, *self._predecessors], []
 
     @property
     def door(self) -> socket.socket:
         """Return the listener."""
         return self._door.sock
 
-    def lent(self) -> list[socket.socket]:
-        """Return the lent listeners."""
-        return [each.sock for each in self._lent]
+    def shared(self) -> list[socket.socket]:
+        """Return the listeners that another server uses, too."""
+        return [each.sock for each in self._shared]
 
-    def lend(self) -> None:
+    def share(self) -> None:
         """Leave all listeners to a successor at the next `refuse`."""
-        self._lent, self._own = [*self._lent, *self._own], []
+        self._shared, self._own = [*self._shared, *self._own], []
 
     def refuse(self) -> bool:
-        """Close the lent listeners, where another server serves; return whether there are any."""
-        lent, self._lent = self._lent, []
-        self._close(lent)
-        return bool(lent)
+        """Close the listeners that another server uses, too; return whether there are any."""
+        shared, self._shared = self._shared, []
+        self._close(shared)
+        return bool(shared)
 
     def _close(self, listeners: list[Listener]) -> None:
         for listener in listeners:
@@ -283,7 +285,7 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        self._close([*self._own, *self._before, *self._lent])
+        self._close([*self._own, *self._predecessors, *self._shared])
         for client in list(self._clients.values()):
             self.disconnect(client)
 

@@ -108,7 +108,7 @@ class LocalMemory:
         number, uid = client.number, client.uid
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
         sealed = is_sealed(fd)
-        region = self._opener.take_lent(
+        region = self._opener.adopt_memory(
             *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, sealed=sealed
         )
         rest = (os.getpid(), fd, shared.inode, byte_size, sealed, region.owner.copied, pin)
@@ -132,7 +132,7 @@ class LocalMemory:
         memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
         memory = Memory.on_device(memory_id, size, handle)
         name = self._name(client)
-        self._enter(await self._opener.take_lent_cuda(name, memory, Peer(uid), number))
+        self._enter(await self._opener.adopt_cuda(name, memory, Peer(uid), number))
         return memory.packed
 
     def _name(self, client: LocalClient) -> str:
@@ -232,7 +232,7 @@ class LocalClientServer:
         acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
         load_on_demand: Callable[[str, float], Awaitable[None]],
-        lent: Iterable[socket.socket] = (),
+        shared: Iterable[socket.socket] = (),
         door: socket.socket | None = None,
     ) -> None:
         """Open the listener."""
@@ -244,12 +244,12 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
-            run_dir, group, self._take, self._disconnected, lent, door
+            run_dir, group, self._take, self._disconnected, shared, door
         )
         self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
     async def redirect(self) -> None:
-        """Redirect clients to the successor that serves at the lent listeners, if there are any.
+        """Redirect clients to the successor that serves at the shared listeners, if there are any.
 
         The call returns when all clients have acknowledged the redirection.
         """
@@ -257,8 +257,8 @@ class LocalClientServer:
             return
         number = self._acknowledgements.begin(self.numbers())
         self.announce(ServerEnding(number))
-        while not self._acknowledgements.know(number):
-            await self._acknowledgements.news()
+        while not self._acknowledgements.is_acknowledged(number):
+            await self._acknowledgements.next_complete()
 
     def _disconnected(self, number: int) -> None:
         self._acknowledgements.exited(number)
@@ -381,5 +381,5 @@ def _for_local_clients(message: Any) -> Any:
 
 
 def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
-    """Return the set fields of an input or output."""
+    """Return the fields of an input or output that are set."""
     return {key: tensor[key] for key in _TENSOR_FIELDS if tensor.get(key, False) is not False}

@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
-from shmserve.common.host import CpuUtilization, memory_bytes, memory_left, processors
+from shmserve.common.host import CpuUtilization, available_memory, memory_bytes, processors
 from shmserve.errors import ShmserveError
 from shmserve.ipc import model_spec
 from shmserve.ipc.messages.publications import InstancesChanged
@@ -42,20 +42,20 @@ from shmserve.supervisor.models.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 10.0  # the pause after an instance could not be added
+_RETRY_S = 10.0  # the pause after an instance could not be added
 
 # The parameters of the scaling policy.
-LOOK_EVERY_S = 0.1
-_LATE_LOOKS = 2  # consecutive samples with a wait that is too long
+SAMPLE_EVERY_S = 0.1
+_LATE_SAMPLES = 2  # consecutive samples with a wait that is too long
 _CATCH_UP_S = 1.0  # no instance is added if the queue will be empty by then
 _SERVED_S = 5.0  # the window of the mean wait
-_ENOUGH = 20  # the fewest requests for a mean
+_LEAST_REQUESTS = 20  # the fewest requests for a mean
 _TAIL = math.log(100)  # the ratio of the p99 to the mean of an exponential distribution
 _IDLE_S = 20.0  # the time without long waits before a removal
 _AT_WORK_S = 0.5  # the window of the mean number of busy instances
 _STEP_S = 2.0  # the shortest time between a change and a removal
-_FITS = 0.6  # the highest utilization of the remaining instances
-_SOON = 3.0  # the idle time is doubled if an instance is added within this many idle times
+_TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
+_SOON_FACTOR = 3.0  # the idle time is doubled if an instance is added within this many idle times
 _LONGEST_IDLE_S = 320.0
 _LEAST_ALLOWED = 0.25  # the smallest allowed p99 of the wait, as a fraction of the target
 
@@ -63,7 +63,7 @@ _LEAST_ALLOWED = 0.25  # the smallest allowed p99 of the wait, as a fraction of 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
 _SPARE = 0.05  # the fraction of the host's memory that must stay available
-_KNOWN_S = 0.5  # the execution time after which the processors per instance are measured
+_MEASURED_S = 0.5  # the execution time after which the processors per instance are measured
 _FADES = 0.98  # the decay of the maximum per measurement
 _READ_EVERY_S = 1.0
 _FULL = 0.95  # the utilization at which the host's processors are fully used
@@ -95,10 +95,10 @@ class Autoscaler:
     async def run(self) -> None:
         """Scale the versions until this coroutine is cancelled."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            self.look()
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            self.sample()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Request the statistics of each scheduler that has answered the last request.
 
         Models with open orders are skipped, because the orders change their instances.
@@ -107,17 +107,17 @@ class Autoscaler:
             for version in model.serving.values():
                 bounds = bounds_of(version.config)
                 if bounds is not None and version.ready and not model.orders:
-                    self._ask(model, version, bounds)
+                    self._request_statistics(model, version, bounds)
 
-    def _ask(self, model: ModelEntry, version: ModelVersion, bounds: Bounds) -> None:
+    def _request_statistics(self, model: ModelEntry, version: ModelVersion, bounds: Bounds) -> None:
         watch = self._watches.get(version)
         if watch is None:
             watch = self._watches[version] = _watch(version.config, bounds)
         if watch.pending is None or watch.pending.done():
             watch.pending = version.scheduler.snapshot()
-            watch.pending.add_done_callback(partial(self._answered, model, version, watch))
+            watch.pending.add_done_callback(partial(self._on_statistics, model, version, watch))
 
-    def _answered(
+    def _on_statistics(
         self,
         model: ModelEntry,
         version: ModelVersion,
@@ -127,22 +127,24 @@ class Autoscaler:
         if answer.cancelled():
             return
         load = LoadSample.of(answer.result(), time.monotonic(), version.config.decoupled)
-        change = watch.policy.look(load, version.instances.count)
+        change = watch.policy.sample(load, version.instances.count)
         if not version.instances.all_serve:
             return
-        watch.capacity.look(version.instances.pids(), load.took_s, load.at_s)
+        watch.capacity.sample(version.instances.pids(), load.took_s, load.at_s)
         if change is not None and not (watch.changing or model.orders):
-            self._follow(version, watch, change)
+            self._apply(version, watch, change)
 
-    def _follow(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
+    def _apply(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
         before, now_s = version.instances.count, time.monotonic()
         if now_s < watch.not_before_s:
             return
-        lacks = watch.capacity.lacks(change.total) if change.total > before else ""
-        if lacks:
-            watch.not_before_s = now_s + _AGAIN_S
+        missing_resources = (
+            watch.capacity.missing_resources(change.total) if change.total > before else ""
+        )
+        if missing_resources:
+            watch.not_before_s = now_s + _RETRY_S
             text = "model '%s' stays at %d instances, though %s: %s"
-            logger.warning(text, version.spec.name, before, change.because, lacks)
+            logger.warning(text, version.spec.name, before, change.reason, missing_resources)
             return
         watch.changing = True
         self._context.background(self._change(version, watch, change))
@@ -152,7 +154,7 @@ class Autoscaler:
         try:
             await version.instances.resize(change.total)
         except ShmserveError as error:
-            watch.not_before_s = time.monotonic() + _AGAIN_S
+            watch.not_before_s = time.monotonic() + _RETRY_S
             text = "model '%s' stays at %d instances: %s"
             logger.error(text, name, version.instances.count, error.message)
             return
@@ -161,8 +163,8 @@ class Autoscaler:
         after = version.instances.count
         watch.policy.changed(time.monotonic(), before, after)
         text = "model '%s' has %d instances, was %d: %s"
-        logger.info(text, name, after, before, change.because)
-        event = InstancesChanged(name, version.spec.version, before, after, change.because)
+        logger.info(text, name, after, before, change.reason)
+        event = InstancesChanged(name, version.spec.version, before, after, change.reason)
         self._context.events.publish(event)
         version.scheduler.send(CountChange(after > before))
 
@@ -230,7 +232,7 @@ class Change(NamedTuple):
     """A new number of instances, and the reason for it."""
 
     total: int
-    because: str
+    reason: str
 
 
 @dataclass(slots=True, eq=False)
@@ -238,55 +240,55 @@ class ScalingPolicy:
     """The policy that decides the number of instances of a model.
 
     Attributes:
-        least: The minimum.
-        most: The maximum.
+        minimum: The minimum.
+        maximum: The maximum.
         target_s: The latency target, including the execution; 0 for none.
         delay_s: The allowed mean wait without a target, if it is longer than one execution.
     """
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     target_s: float = 0.0
     delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _changed_s: float = field(init=False, default=-math.inf)
-    _crowded_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
-    _fresh_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
-    _moved_s: float = field(init=False, default=math.inf)  # the last time of progress
-    _late: int = field(init=False, default=0)  # consecutive samples with a long wait
+    _long_wait_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
+    _window_start_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
+    _progress_s: float = field(init=False, default=math.inf)  # the last time of progress
+    _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
     _request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _execution_s: float = field(init=False, default=0.0)
     _idle_s: float = field(init=False, default=_IDLE_S)
-    _spared_s: float = field(init=False, default=-math.inf)  # the time of the last removal
+    _removed_s: float = field(init=False, default=-math.inf)  # the time of the last removal
 
-    def look(self, load: LoadSample, count: int) -> Change | None:
+    def sample(self, load: LoadSample, count: int) -> Change | None:
         """Return the change of the number of instances, `count`, that a sample requires."""
-        self._learn(load)
-        if count < self.least:
-            return Change(count + 1, f"at least {self.least}")
-        if count > self.most:
-            return Change(count - 1, f"at most {self.most}")
+        self._update_estimates(load)
+        if count < self.minimum:
+            return Change(count + 1, f"at least {self.minimum}")
+        if count > self.maximum:
+            return Change(count - 1, f"at most {self.maximum}")
         wait = self._too_long(load)
         if not wait:
-            self._late = 0
-            return self._spare(load, count)
-        self._crowded_s, self._late = load.at_s, self._late + 1
-        if self._late < _LATE_LOOKS or count == self.most or self._catching_up(load):
+            self._late_samples = 0
+            return self._remove_idle(load, count)
+        self._long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
+        if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catching_up(load):
             return None
         return Change(count + 1, wait)
 
     def changed(self, at_s: float, before: int, after: int) -> None:
         """Record a change of the number of instances."""
         if after < before:
-            self._spared_s = at_s
+            self._removed_s = at_s
         else:
-            if at_s - self._spared_s < _SOON * self._idle_s:
+            if at_s - self._removed_s < _SOON_FACTOR * self._idle_s:
                 self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
-            self._spared_s, self._crowded_s = -math.inf, at_s
-        self._late = 0
-        self._fresh_s = self._changed_s = at_s
+            self._removed_s, self._long_wait_s = -math.inf, at_s
+        self._late_samples = 0
+        self._window_start_s = self._changed_s = at_s
 
-    def _learn(self, load: LoadSample) -> None:
+    def _update_estimates(self, load: LoadSample) -> None:
         loads = self._loads
         last = loads[-1] if loads else load
         if load.executions < last.executions or load.executed < last.executed:
@@ -303,7 +305,7 @@ class ScalingPolicy:
             self._request_s += (took_s / executed - self._request_s) * gain
             self._execution_s += (took_s / executions - self._execution_s) * gain
         if executions or not last.pending:
-            self._moved_s = load.at_s
+            self._progress_s = load.at_s
 
     @property
     def _allowed_s(self) -> float:
@@ -320,14 +322,14 @@ class ScalingPolicy:
             return ""  # nothing has been executed yet
         if load.pending and load.ready and load.busy == load.ready:
             coming_s = load.pending * self._request_s / load.ready
-            coming_s = max(coming_s, load.at_s - self._moved_s)
+            coming_s = max(coming_s, load.at_s - self._progress_s)
             if coming_s > _TAIL * allowed_s:
-                self._fresh_s = load.at_s
+                self._window_start_s = load.at_s
                 return f"requests wait {_ms(coming_s)}, {_ms(_TAIL * allowed_s)} are allowed"
-        first_s = max(load.at_s - _SERVED_S, self._fresh_s)
+        first_s = max(load.at_s - _SERVED_S, self._window_start_s)
         first = next((each for each in self._loads if each.at_s >= first_s), load)
         count = load.succeeded - first.succeeded
-        mean_s = (load.waited_s - first.waited_s) / count if count >= _ENOUGH else 0.0
+        mean_s = (load.waited_s - first.waited_s) / count if count >= _LEAST_REQUESTS else 0.0
         if mean_s <= allowed_s:
             return ""
         return f"requests wait {_ms(mean_s)} on average, {_ms(allowed_s)} are allowed"
@@ -335,24 +337,28 @@ class ScalingPolicy:
     def _catching_up(self, load: LoadSample) -> bool:
         """Check whether the queue will be empty soon."""
         before = self._loads[-min(4, len(self._loads))]
-        passed_s, fewer = load.at_s - before.at_s, before.pending - load.pending
-        return fewer > 0 and load.pending / fewer * passed_s < _CATCH_UP_S
+        passed_s, dequeued = load.at_s - before.at_s, before.pending - load.pending
+        return dequeued > 0 and load.pending / dequeued * passed_s < _CATCH_UP_S
 
-    def _spare(self, load: LoadSample, count: int) -> Change | None:
+    def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
         at_s, first_s = load.at_s, self._loads[0].at_s
-        quiet_s = at_s - max(self._crowded_s, first_s)
-        if count == self.least or at_s - self._changed_s < _STEP_S or quiet_s < 0.95 * self._idle_s:
+        quiet_s = at_s - max(self._long_wait_s, first_s)
+        if (
+            count == self.minimum
+            or at_s - self._changed_s < _STEP_S
+            or quiet_s < 0.95 * self._idle_s
+        ):
             return None
         busy = self._busiest()
-        if busy > _FITS * (count - 1):
+        if busy > _TARGET_UTILIZATION * (count - 1):
             return None
         return Change(count - 1, f"no more than {busy:.1f} were busy for {self._idle_s:g} s")
 
     def _busiest(self) -> float:
         """Return the maximum of the mean number of busy instances over half a second."""
-        busy, looks = [each.busy for each in self._loads], round(_AT_WORK_S / LOOK_EVERY_S)
-        ends = range(looks, len(busy) + 1, looks)
-        return max((fmean(busy[end - looks : end]) for end in ends), default=math.inf)
+        busy, samples = [each.busy for each in self._loads], round(_AT_WORK_S / SAMPLE_EVERY_S)
+        ends = range(samples, len(busy) + 1, samples)
+        return max((fmean(busy[end - samples : end]) for end in ends), default=math.inf)
 
 
 def _ms(seconds: float) -> str:
@@ -391,36 +397,47 @@ class HostCapacity:
     """
 
     processors: float
-    _seen: dict[int, float] = field(init=False, default_factory=dict)
+    _processor_times: dict[int, float] = field(init=False, default_factory=dict)
     _took_s: float = field(init=False, default=0.0)  # at the last measurement
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)
-    _each: float = field(init=False, default=0.0)  # processors of a busy instance
+    _processors_each: float = field(init=False, default=0.0)  # processors of a busy instance
     _host: CpuUtilization = field(init=False, default_factory=CpuUtilization)
-    _busy: float = field(init=False, default=0.0)  # the share of the host's processors
+    _host_utilization: float = field(init=False, default=0.0)  # the share of the host's processors
     _read_s: float = field(init=False, default=-math.inf)
 
-    def look(self, pids: list[int], took_s: float, at_s: float) -> None:
+    def sample(self, pids: list[int], took_s: float, at_s: float) -> None:
         """Measure the workers, whose executions have taken `took_s` seconds in total."""
         if at_s - self._read_s >= _READ_EVERY_S:
-            self._busy, self._read_s = self._host.read(), at_s
-        seen = {pid: processor_s(pid) for pid in pids}
-        if self._seen and took_s >= self._took_s:
-            self._used_s += sum(max(0.0, now - self._seen.get(p, now)) for p, now in seen.items())
+            self._host_utilization, self._read_s = self._host.read(), at_s
+        processor_times = {pid: processor_s(pid) for pid in pids}
+        if self._processor_times and took_s >= self._took_s:
+            self._used_s += sum(
+                max(0.0, now - self._processor_times.get(p, now))
+                for p, now in processor_times.items()
+            )
             self._executed_s += took_s - self._took_s
-        self._seen, self._took_s = seen, took_s
-        if self._executed_s > _KNOWN_S:
+        self._processor_times, self._took_s = processor_times, took_s
+        if self._executed_s > _MEASURED_S:
             # Workers that compete for processors use less of them, so high values fade slowly.
-            self._each = max(self._used_s / self._executed_s, _FADES * self._each)
+            self._processors_each = max(
+                self._used_s / self._executed_s, _FADES * self._processors_each
+            )
             self._used_s = self._executed_s = 0.0
 
-    def lacks(self, count: int) -> str:
+    def missing_resources(self, count: int) -> str:
         """Return a description of the resource that `count` instances lack, or ""."""
-        if self._each * count > self.processors + _HALF:
-            return f"{self.processors:g} processors, an instance at work takes {self._each:.2g}"
-        if self._each > _LITTLE and self._busy > _FULL:
-            return f"the processors are busy for {100 * self._busy:.0f} % of the time"
-        left, largest = memory_left(), max(map(private_bytes, self._seen), default=0)
-        if left - largest < _SPARE * memory_bytes()[0]:
-            return f"{left >> 20} MiB of memory are left, an instance takes {largest >> 20} MiB"
+        if self._processors_each * count > self.processors + _HALF:
+            each = f"{self._processors_each:.2g}"
+            return f"{self.processors:g} processors, an instance at work takes {each}"
+        if self._processors_each > _LITTLE and self._host_utilization > _FULL:
+            return f"the processors are busy for {100 * self._host_utilization:.0f} % of the time"
+        available, largest = (
+            available_memory(),
+            max(map(private_bytes, self._processor_times), default=0),
+        )
+        if available - largest < _SPARE * memory_bytes()[0]:
+            return (
+                f"{available >> 20} MiB of memory are left, an instance takes {largest >> 20} MiB"
+            )
         return ""

@@ -97,17 +97,18 @@ class Instances:
     completed: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
     _all: list[Instance] = field(init=False)
-    _ran: int = field(init=False, default=0)  # instances of the version that this one replaces
+    # The number of instances of the version that this version replaces.
+    _replaced_count: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._all = expand_instances(self.config)
 
-    def begin_like(self, before: Instances) -> None:
+    def keep_count_of(self, replaced: Instances) -> None:
         """Start as many instances as the replaced version has, if it is scaled automatically."""
-        if bounds_of(before.config) is not None:
-            self._ran = before.count
-            self._all = expand_instances(self.config, self._ran)
+        if bounds_of(replaced.config) is not None:
+            self._replaced_count = replaced.count
+            self._all = expand_instances(self.config, self._replaced_count)
 
     @property
     def problem(self) -> str:
@@ -148,8 +149,8 @@ class Instances:
 
     def pids_on(self, device_id: int) -> list[int]:
         """Return the processes that serve on a GPU."""
-        on = [i for i in self._all if (i.kind, i.device_id) == ("GPU", device_id)]
-        serving = [i for i in on if i.state in (InstanceState.READY, InstanceState.RETIRING)]
+        on_device = [i for i in self._all if (i.kind, i.device_id) == ("GPU", device_id)]
+        serving = [i for i in on_device if i.state in (InstanceState.READY, InstanceState.RETIRING)]
         return [i.child.pid for i in serving if i.child is not None]
 
     def checking_ready(self) -> list[int]:
@@ -176,15 +177,15 @@ class Instances:
         self._send(first, m.CompleteConfig(self._spec.config))
         self.completed = (await self._watched(first, m.ConfigCompleted)).config
         self.config = self._complete(self._spec, self.completed)
-        wanted = expand_instances(self.config, self._ran)
-        if [i.device for i in wanted] == [i.device for i in self._all]:
-            first.rate_limit = wanted[0].rate_limit
-            wanted[0] = first
-        self._all = wanted
-        if first not in wanted and first.child is not None:
+        instances = expand_instances(self.config, self._replaced_count)
+        if [i.device for i in instances] == [i.device for i in self._all]:
+            first.rate_limit = instances[0].rate_limit
+            instances[0] = first
+        self._all = instances
+        if first not in instances and first.child is not None:
             # The completed configuration has no instance with this process's device.
             first.child.kill()
-            await first.child.gone()
+            await first.child.until_exit()
         self._scheduler.reserve(self.config, self._all)
 
     async def load(self) -> None:
@@ -228,7 +229,7 @@ class Instances:
             instance_name=instance.name,
             backend_config=server.backend_settings(config.backend),
             arena_byte_size=server.arena_byte_size,
-            threads=server.worker_threads(bounds.most if bounds is not None else count),
+            threads=server.worker_threads(bounds.maximum if bounds is not None else count),
             log=self._context.log,
             environment=config.environment,
         )
@@ -242,7 +243,7 @@ class Instances:
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
-        self._check_wanted(instance)
+        self._check_needed(instance)
         instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
 
@@ -271,7 +272,7 @@ class Instances:
         finally:
             get.cancel()
         if not get.done() and instance.inbox.empty():
-            self._check_wanted(instance)
+            self._check_needed(instance)
             raise Unavailable(f"{ended} ({child.exited.result()})")
         # A worker that has ended may have sent the reason before.
         message = get.result() if get.done() else instance.inbox.get_nowait()
@@ -282,13 +283,13 @@ class Instances:
             raise error
         if not isinstance(message, kind):
             raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
-        self._check_wanted(instance)
+        self._check_needed(instance)
         if not instance.alive:  # the process died right after its message
             raise Unavailable(ended)
         return message
 
-    def _check_wanted(self, instance: Instance) -> None:
-        if not self._wanted(instance):  # the process may have started after the stop
+    def _check_needed(self, instance: Instance) -> None:
+        if not self._is_needed(instance):  # the process may have started after the stop
             if instance.child is not None:
                 instance.child.kill()
             raise Unavailable("the model is unloaded")
@@ -302,14 +303,14 @@ class Instances:
         if instance.child is not None:
             self._context.control.send(instance.child.pid, message)
 
-    # --- another instance_group
+    # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
         """Return the update to the instances of `config`, the final configuration of `spec`."""
-        differs, wanted = config != self.config, config
+        differs, instances = config != self.config, config
         if bounds_of(config) is not None and not differs:
-            wanted = sized(config, self.count)  # an unchanged model keeps its scale
-        change = change_between(self._all, wanted, self.count)
+            instances = sized(config, self.count)  # an unchanged model keeps its scale
+        change = change_between(self._all, instances, self.count)
         return InstanceUpdate(spec, config, differs, *change)
 
     async def add(self, update: InstanceUpdate) -> None:
@@ -327,7 +328,7 @@ class Instances:
             raise first_of(failures) from None
 
     def commit(self, update: InstanceUpdate) -> None:
-        """Adopt the configuration of an update whose instances are added; retire the others."""
+        """Adopt the configuration of an update, and retire the instances that it removes."""
         self.config = update.config
         self.retire(update.removed)
 
@@ -371,14 +372,14 @@ class Instances:
 
     def retired(self, process: int) -> None:
         """End a retiring instance that has finished its requests."""
-        instance = self._of(process)
+        instance = self._instance_of(process)
         if instance is not None and instance.state is InstanceState.RETIRING:
             self._context.background(self._end(instance))
 
-    def _of(self, process: int) -> Instance | None:
+    def _instance_of(self, process: int) -> Instance | None:
         """Return the instance whose current process this is, if any."""
-        of = (i for i in self._all if i.child is not None and i.child.pid == process)
-        return next(of, None)
+        matches = (i for i in self._all if i.child is not None and i.child.pid == process)
+        return next(matches, None)
 
     async def _end(self, instance: Instance) -> None:
         self._send(instance, m.Stop())
@@ -387,13 +388,13 @@ class Instances:
 
     # --- schedulers
 
-    def introduce(self, known: list[int]) -> None:
+    def introduce(self, workers: list[int]) -> None:
         """Send a new scheduler its instances, and the exits since it was started.
 
         Args:
-            known: The worker processes that the scheduler was started with.
+            workers: The worker processes that the scheduler was started with.
         """
-        for pid in set(known) - set(self.pids()):
+        for pid in set(workers) - set(self.pids()):
             self._scheduler.send(ProcessExited(pid, ""))
         for instance in self._all:
             if instance.state is InstanceState.RETIRING:
@@ -415,7 +416,7 @@ class Instances:
 
     def kill_overrunning(self, process: int, reason: str) -> None:
         """Kill an instance that exceeded its time limit, unless its process has been replaced."""
-        instance = self._of(process)
+        instance = self._instance_of(process)
         if instance is not None and instance.child is not None:
             instance.child.cause = reason
             self._context.background(self._kill(instance, instance.child))
@@ -445,12 +446,12 @@ class Instances:
             self._on_change()
             self._context.background(self._restart(instance, child))
 
-    def _wanted(self, instance: Instance) -> bool:
+    def _is_needed(self, instance: Instance) -> bool:
         return not self._lifetime.stopping and instance in self._all
 
     def served(self, process: int) -> None:
         """Reset the crash counter of an instance that has executed a request."""
-        instance = self._of(process)
+        instance = self._instance_of(process)
         if instance is not None:
             instance.crashes = 0
             instance.backoff.worked()
@@ -461,14 +462,14 @@ class Instances:
         # A long lifetime also resets the number of consecutive crashes.
         before = min(instance.crashes, instance.backoff.deaths - 1)
         instance.crashes = before + (not ended.was_killed)
-        if before < instance.crashes == _MOST_CRASHES and self._wanted(instance):
+        if before < instance.crashes == _MOST_CRASHES and self._is_needed(instance):
             row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
             self._abandon(instance, f"{row}, and has executed nothing meanwhile")
             return
-        while self._wanted(instance):
+        while self._is_needed(instance):
             if pause:
                 await asyncio.sleep(pause)
-            if not self._wanted(instance):
+            if not self._is_needed(instance):
                 return
             instance.transition("restart")
             instance.child = None
@@ -476,7 +477,7 @@ class Instances:
                 await self._load(instance, self.config, len(self._all))
             except ShmserveError as error:
                 child = await instance.discard()
-                if not self._wanted(instance):
+                if not self._is_needed(instance):
                     return
                 killed = child is not None and child.was_killed
                 instance.failed_loads += not killed

@@ -190,7 +190,7 @@ class Instance:
         if child is not None and child.alive:
             child.cause = "it has not loaded"
             child.kill()
-            await child.gone()
+            await child.until_exit()
         self.child = None
         self.state = InstanceState.WAITING
         return child
@@ -199,15 +199,15 @@ class Instance:
 class Bounds(NamedTuple):
     """The minimum and the maximum number of instances of a model that is scaled automatically."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
 
 def bounds_of(config: ModelSpec) -> Bounds | None:
     """Return the bounds of a validated configuration, or None for a fixed number of instances."""
-    most = instance_bound(config.parameters.get(MAX_INSTANCES, ""))
-    least = instance_bound(config.parameters.get(MIN_INSTANCES, ""))
-    return None if most is None else Bounds(least or 1, most)
+    maximum = instance_bound(config.parameters.get(MAX_INSTANCES, ""))
+    minimum = instance_bound(config.parameters.get(MIN_INSTANCES, ""))
+    return None if maximum is None else Bounds(minimum or 1, maximum)
 
 
 def sized(config: ModelSpec, total: int) -> ModelSpec:
@@ -234,15 +234,15 @@ def expand_instances(config: ModelSpec, running: int = 0) -> list[Instance]:
         config: The configuration of the model.
         running: The number of instances to keep, if the configuration has bounds.
     """
-    made, bounds = _expanded(config), bounds_of(config)
+    instances, bounds = _expanded(config), bounds_of(config)
     if bounds is None:
-        return made
-    wanted = max(len(made), bounds.least, min(running, bounds.most))
-    return made if len(made) == wanted else _expanded(sized(config, wanted))
+        return instances
+    count = max(len(instances), bounds.minimum, min(running, bounds.maximum))
+    return instances if len(instances) == count else _expanded(sized(config, count))
 
 
 def _expanded(config: ModelSpec) -> list[Instance]:
-    made: list[Instance] = []
+    instances: list[Instance] = []
     for group in config.instance_group:
         gpu = group.kind == "KIND_GPU"
         for device_id in group.gpus if gpu else (0,):
@@ -250,8 +250,8 @@ def _expanded(config: ModelSpec) -> list[Instance]:
             device, kind = f"gpu:{device_id}" if gpu else "cpu", group.kind.removeprefix("KIND_")
             for number in range(group.count):
                 name, limit = f"{prefix}_{number}", group.rate_limiter
-                made.append(Instance(len(made), name, device, kind, device_id, limit))
-    return made
+                instances.append(Instance(len(instances), name, device, kind, device_id, limit))
+    return instances
 
 
 class InstanceUpdate(NamedTuple):
@@ -287,14 +287,14 @@ def change_between(
     added = expand_instances(config, running)
     for same_name in (True, False):
         for instance in added[:]:
-            alike = (i for i in usable if i.placement == instance.placement)
-            match = next((i for i in alike if i.name == instance.name or not same_name), None)
+            equal = (i for i in usable if i.placement == instance.placement)
+            match = next((i for i in equal if i.name == instance.name or not same_name), None)
             if match is not None:
                 usable.remove(match)
                 removed.remove(match)
                 added.remove(instance)
-    taken = {instance.index for instance in present}
-    indexes = (index for index in itertools.count() if index not in taken)
+    used = {instance.index for instance in present}
+    indexes = (index for index in itertools.count() if index not in used)
     for instance in added:
         instance.index = next(indexes)
     return added, removed

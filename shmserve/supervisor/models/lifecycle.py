@@ -54,14 +54,14 @@ class Lifecycle:
         self._actions = actions
         self._hosted = hosted
         self._open: list[Order] = []  # orders without an answer
-        self._running = self._news = self._published = False
+        self._running = self._has_changed = self._published = False
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._advance_waiting,
-            OrderPhase.STARTING: self._abandon_hanging,
+            OrderPhase.STARTING: self._cancel_hanging,
             OrderPhase.OFFERED: self._take_over,
-            OrderPhase.PUBLISHING: self._settle_once_known,
-            OrderPhase.DROPPING: self._settle_once_known,
+            OrderPhase.PUBLISHING: self._finish_once_acknowledged,
+            OrderPhase.DROPPING: self._finish_once_acknowledged,
         }
 
     # --- orders
@@ -71,9 +71,9 @@ class Lifecycle:
 
         The steps determine the process of each model's scheduler.
         """
-        for name, needs in steps.items():
+        for name, step_models in steps.items():
             model = self._registry.model(name)
-            model.needs, model.expected = needs, True
+            model.step_models, model.expected = step_models, True
 
     def offer(self, names: Iterable[str]) -> None:
         """Publish models as loaded on demand."""
@@ -87,7 +87,7 @@ class Lifecycle:
         """Order a model to be loaded or reloaded; `pins` ends that it is loaded on demand."""
         order = self._load(self._registry.model(name), source)
         order.pins |= pins
-        order.model.for_others = False
+        order.model.for_ensembles = False
         self._run()
         return order
 
@@ -95,7 +95,7 @@ class Lifecycle:
         """Return the open load of a model, or a new one; None if the model serves."""
         model = self._registry.model(name)
         last = model.last_order
-        if last is not None and last.may_come:
+        if last is not None and last.may_succeed:
             return last
         if last is None and model.serving:
             return None
@@ -114,23 +114,27 @@ class Lifecycle:
         model = self._registry.model(name)
         order = self._unload(model, {}, on_demand)
         group = self._group(name)
-        model.for_others, model.source, model.needs = False, FOLDER, []
+        model.for_ensembles, model.source, model.step_models = False, FOLDER, []
         self._regroup(group)
         self._run()
         return order
 
     def _load(
-        self, model: ModelEntry, source: LoadSource, asked: bool = True, again: bool = False
+        self,
+        model: ModelEntry,
+        source: LoadSource,
+        requested: bool = True,
+        caused_by_step: bool = False,
     ) -> Order:
-        return self._enter_once(Order(model, OrderKind.LOAD, source, asked, again))
+        return self._enter_once(Order(model, OrderKind.LOAD, source, requested, caused_by_step))
 
     def _enter_once(self, order: Order) -> Order:
         """Enter an order, or return the last order of the model if it has the same effect."""
         last = order.model.orders[-1] if order.model.orders else None
         if last is None or not last.repeats(order):
             return self._enter(order)
-        last.asked |= order.asked
-        last.again |= order.again
+        last.requested |= order.requested
+        last.caused_by_step |= order.caused_by_step
         return last
 
     def _enter(self, order: Order) -> Order:
@@ -144,7 +148,7 @@ class Lifecycle:
         entered: dict[ModelEntry, Order | None],
         on_demand: bool = False,
     ) -> Order:
-        again = bool(entered)
+        caused_by_step = bool(entered)
         entered[model] = None
         model.on_demand = on_demand
         model.outdated = False  # the serving versions are not reloaded
@@ -152,16 +156,22 @@ class Lifecycle:
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
             if order.kind is not OrderKind.LOAD:
                 continue
-            lost = order.hangs or any(step.error is not None for step in order.before)
-            if lost or order.phase is OrderPhase.QUEUED:
-                self._abandon(order)
+            will_fail = order.hangs or any(step.error is not None for step in order.prerequisites)
+            if will_fail or order.phase is OrderPhase.QUEUED:
+                self._cancel(order)
             elif order.model is not model:
                 users[order.model] = None  # the ensemble is unloaded once it has been loaded
         for user in users:
             if user not in entered:
                 entered[user] = self._unload(user, entered, on_demand)
-        ends = [end for user in users if (end := entered[user]) is not None]
-        order = Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
+        unloads = [unload for user in users if (unload := entered[user]) is not None]
+        order = Order(
+            model,
+            OrderKind.UNLOAD,
+            requested=not caused_by_step,
+            caused_by_step=caused_by_step,
+            prerequisites=unloads,
+        )
         entered[model] = self._enter(order)
         return order
 
@@ -169,7 +179,7 @@ class Lifecycle:
         return self._registry.group(name, self._hosted)
 
     def _regroup(self, group: Group) -> None:
-        """Order the moves of the models in a group, which share one process from now on."""
+        """Order the schedulers of a group to move to one process, which they share from now on."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
                 self._enter_once(Order(self._registry.models[name], OrderKind.MOVE))
@@ -187,14 +197,16 @@ class Lifecycle:
         if plan.error is not None:
             # Errors of sent configurations and of names without a folder are not stored: clients
             # may have mistyped them.
-            kept = plan.known or model.failed or model.on_demand
-            if kept and not model.serving and order.source == FOLDER:
+            is_stored = plan.known or model.failed or model.on_demand
+            if is_stored and not model.serving and order.source == FOLDER:
                 failed = DUPLICATE if plan.ambiguous else LoadOutcome(plan.error.message)
                 model.outcomes = {"": failed}
-            self._settle(order, plan.error)
+            self._finish(order, plan.error)
         else:
-            order.needs = list(dict.fromkeys(s.name for each in plan.specs for s in each.steps))
-            circle = self._registry.circle(model.name, order.needs, plan.steps)
+            order.step_models = list(
+                dict.fromkeys(s.name for each in plan.specs for s in each.steps)
+            )
+            circle = self._registry.circle(model.name, order.step_models, plan.steps)
             if circle:
                 text = f"circular dependency between ensembles: {' -> '.join(circle)}"
                 self._fail(order, InvalidArgument(text))
@@ -206,20 +218,20 @@ class Lifecycle:
 
     def _load_steps(self, order: Order) -> None:
         """Load the step models of an ensemble that do not serve."""
-        for name in order.needs:
+        for name in order.step_models:
             step = self._registry.model(name)
             last = step.last_order
             if last is not None and last.kind is OrderKind.UNLOAD and last.number > order.number:
-                if {*last.before} & {*order.model.orders}:
+                if {*last.prerequisites} & {*order.model.orders}:
                     continue  # the step serves until this ensemble has been loaded and unloaded
-                return self._abandon(order)
-            coming = last if last is not None and last.may_come else None
-            if coming is None and (not step.serving or last is not None):
-                step.for_others = True
+                return self._cancel(order)
+            incoming = last if last is not None and last.may_succeed else None
+            if incoming is None and (not step.serving or last is not None):
+                step.for_ensembles = True
                 step.on_demand |= order.model.on_demand
-                coming = self._load(step, FOLDER, asked=False)
-            if coming is not None:
-                order.before.append(coming)
+                incoming = self._load(step, FOLDER, requested=False)
+            if incoming is not None:
+                order.prerequisites.append(incoming)
         return None
 
     def config_completed(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
@@ -241,15 +253,15 @@ class Lifecycle:
             return self._actions.complete(spec, completed)
         find = self._registry.serving
         models = [find(*step) for step in spec.steps]
-        elsewhere = [find(step.name, "") is not None for step in spec.steps]
+        has_any_version = [find(step.name, "") is not None for step in spec.steps]
         configs = [None if model is None else model.config for model in models]
-        return self._actions.complete(spec, {"steps": configs, "elsewhere": elsewhere})
+        return self._actions.complete(spec, {"steps": configs, "has_any_version": has_any_version})
 
     def started(self, version: ModelVersion, error: BaseException | None) -> None:
         """Handle a version that has started, or that has failed and ended."""
         model = self._registry.model(version.spec.name)
         order = model.orders[0] if model.orders else None
-        if order is None or model.coming.get(version.spec.version) is not version:
+        if order is None or model.incoming.get(version.spec.version) is not version:
             return  # cancelled meanwhile
         order.starting.discard(version.spec.version)
         if error is not None:
@@ -273,7 +285,7 @@ class Lifecycle:
 
     def moved(self, order: Order) -> None:
         """Handle the end of a move, whether or not the schedulers have moved."""
-        self._settle(order)
+        self._finish(order)
         self._run()
 
     def ended(self, version: ModelVersion) -> None:
@@ -288,13 +300,15 @@ class Lifecycle:
         model.draining.discard(version)
         self._actions.discard([version.spec])
         for order in self._open:
-            order.ends.discard(version)
+            order.awaited_ends.discard(version)
         self._publish(model)
         self._run()
 
     def finalized(self, order: Order) -> None:
-        """Release an order from the ends of instances that are removed, or that drain for long."""
-        order.ends = {each for each in order.ends if not isinstance(each, str) and each.drained}
+        """End an order's wait for removed instances, and for versions that are still draining."""
+        order.awaited_ends = {
+            each for each in order.awaited_ends if not isinstance(each, str) and each.drained
+        }
         self._run()
 
     def changed(self, version: ModelVersion) -> None:
@@ -318,43 +332,47 @@ class Lifecycle:
 
     def _run(self) -> None:
         """Advance all orders as far as possible, including changes that happen meanwhile."""
-        self._news = True
+        self._has_changed = True
         if self._running:
             return
         self._running = True
         try:
-            while self._news:
-                self._news = False
-                self._look()
+            while self._has_changed:
+                self._has_changed = False
+                self._advance_all()
         finally:
             self._running = False
         if self._published:
             self._published = False
             self._actions.changed()
 
-    def _look(self) -> None:
+    def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
             if model.orders or model.retiring:
                 self._advance(model)
         for order in self._open[:]:
-            if order.settled and not order.ends and all(each.answered for each in order.after):
+            if (
+                order.finished
+                and not order.awaited_ends
+                and all(each.answered for each in order.follow_ups)
+            ):
                 self._open.remove(order)
-                order.answered = self._news = True
-                self._registry.forget(order.model)
+                order.answered = self._has_changed = True
+                self._registry.remove_unused(order.model)
                 self._actions.answer(order)
 
     def _advance(self, model: ModelEntry) -> None:
         try:
-            while model.orders and self._follow(model.orders[0]):
-                self._news = True
+            while model.orders and self._execute_step(model.orders[0]):
+                self._has_changed = True
                 self._publish(model)
             self._retire(model)
         except Exception:  # the orders of the other models continue
             logger.exception("the state of model '%s' could not be updated", model.name)
-            if model.orders and not model.orders[0].settled:
+            if model.orders and not model.orders[0].finished:
                 self._fail(model.orders[0], Internal("internal error"))
 
-    def _follow(self, order: Order) -> bool:
+    def _execute_step(self, order: Order) -> bool:
         """Execute the next step of an order, and return whether it could be executed."""
         step = self._steps.get(order.phase)
         return step is not None and step(order)
@@ -362,7 +380,7 @@ class Lifecycle:
     def _begin(self, order: Order) -> bool:
         model = order.model
         if order.kind is OrderKind.LOAD:
-            order.phase, model.may_pass = OrderPhase.READING, False
+            order.phase, model.failure_is_temporary = OrderPhase.READING, False
             self._actions.read(order)
         elif order.kind is OrderKind.UNLOAD:
             order.phase = OrderPhase.WAITING
@@ -372,40 +390,40 @@ class Lifecycle:
         return True
 
     def _advance_waiting(self, order: Order) -> bool:
-        if not all(each.settled for each in order.before):
-            return self._abandon_hanging(order)
+        if not all(each.finished for each in order.prerequisites):
+            return self._cancel_hanging(order)
         if order.kind is OrderKind.LOAD:
             order.start(self._actions, self._group(order.model.name))
         else:
             self._withdraw(order)
         return True
 
-    def _abandon_hanging(self, order: Order) -> bool:
+    def _cancel_hanging(self, order: Order) -> bool:
         """Cancel a load that hangs if the model is to be unloaded."""
         abandoned = order.kind is OrderKind.LOAD and order.model.unloads_later and order.hangs
         if abandoned:
-            self._abandon(order)
+            self._cancel(order)
         return abandoned
 
     def _withdraw(self, order: Order) -> None:
         model = order.model
         old, model.serving = model.serving, {}
         model.outcomes = dict.fromkeys({*old, *model.outcomes} - {""}, UNLOADED)
-        model.fingerprint, model.loaded_of = "", None
+        model.fingerprint, model.last_load = "", None
         model.retiring += old.values()
-        order.ends.update(old.values())
+        order.awaited_ends.update(old.values())
         if old:
             self._actions.finalize(order)
         order.phase = OrderPhase.PUBLISHING
 
     def _take_over(self, order: Order) -> bool:
-        coming = order.model.coming.values()
-        if order.has_lost():
+        incoming = order.model.incoming.values()
+        if order.has_failed_versions():
             self._fail(order, order.refusal())
-        elif self._actions.is_known(order.model) and all(version.ready for version in coming):
+        elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
             self._load_users(order, order.take_over())
             if any(update.removed for update in order.updates.values()):
-                order.ends.add(UPDATES)
+                order.awaited_ends.add(UPDATES)
                 self._actions.finalize(order)
             self._regroup(self._group(order.model.name))
         else:
@@ -426,69 +444,69 @@ class Lifecycle:
             if other_shape and loads:
                 user.outdated |= any(version.uses(name) for version in user.serving.values())
                 for each in loads:
-                    each.outdated |= not each.waits and name in each.needs
-            asleep = user.on_demand and not (user.serving or loads)
-            needed = name in user.wanted_steps and not asleep
-            if not needed or any(each.waits for each in loads):
+                    each.outdated |= not each.is_planning and name in each.step_models
+            is_unloaded = user.on_demand and not (user.serving or loads)
+            needed = name in user.needed_steps and not is_unloaded
+            if not needed or any(each.is_planning for each in loads):
                 continue
             if other_shape or not (user.serving or loads):
                 source = loads[0].source if loads else user.source
-                order.after.append(self._load(user, source, again=True))
+                order.follow_ups.append(self._load(user, source, caused_by_step=True))
 
-    def _settle_once_known(self, order: Order) -> bool:
+    def _finish_once_acknowledged(self, order: Order) -> bool:
         model = order.model
-        if model.dropping or order.starting or not self._actions.is_known(model):
+        if model.dropping or order.starting or not self._actions.is_published(model):
             return False
-        self._settle(order, order.error)
+        self._finish(order, order.error)
         return True
 
-    def _settle(self, order: Order, error: ShmserveError | None = None) -> None:
-        if order.settled:
+    def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
+        if order.finished:
             return
-        model, order.error, order.phase = order.model, error, OrderPhase.SETTLED
+        model, order.error, order.phase = order.model, error, OrderPhase.FINISHED
         model.orders.remove(order)
         if error is not None and model.expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
-        if error is not None and order.again and order.kind is OrderKind.LOAD:
+        if error is not None and order.caused_by_step and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
-                order.after.append(self._unload(model, {model: None}, model.on_demand))
+                order.follow_ups.append(self._unload(model, {model: None}, model.on_demand))
         elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
-        self._news = self._published = True
+        self._has_changed = self._published = True
 
     def _load_outdated(self, order: Order) -> None:
         """Reload the serving versions if the failed load was expected to adopt a step's shape."""
         model = order.model
         if model.outdated and model.serving and model.last_order is None:
             model.outdated = False
-            order.after.append(self._load(model, model.source, again=True))
+            order.follow_ups.append(self._load(model, model.source, caused_by_step=True))
 
     # --- failures
 
-    def _abandon(self, order: Order) -> None:
+    def _cancel(self, order: Order) -> None:
         """Cancel an order because its model is unloaded or no other order needs it."""
-        order.again = False
+        order.caused_by_step = False
         text = f"failed to load '{order.model.name}', no version is available"
-        self._fail(order, InvalidArgument(text), given_up=True)
+        self._fail(order, InvalidArgument(text), cancelled=True)
 
-    def _fail(self, order: Order, error: ShmserveError, given_up: bool = False) -> None:
+    def _fail(self, order: Order, error: ShmserveError, cancelled: bool = False) -> None:
         """End the versions that an order has started; the serving versions continue."""
         model, phase = order.model, order.phase
-        if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.SETTLED):
+        if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.FINISHED):
             return
-        steps, order.before = order.before, []
+        steps, order.prerequisites = order.prerequisites, []
         for step in steps:
-            if not (step.asked or any(step in each.before for each in self._open)):
-                self._abandon(step)
-        if order.waits:
+            if not (step.requested or any(step in each.prerequisites for each in self._open)):
+                self._cancel(step)
+        if order.is_planning:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
                 order.keep_source()
             self._actions.discard(order.specs)
-            self._settle(order, error)
+            self._finish(order, error)
             return
         order.error = error
-        order.drop(self._actions, given_up)
+        order.drop(self._actions, cancelled)
         self._publish(model)
 
     # --- the end of versions
@@ -496,7 +514,7 @@ class Lifecycle:
     def _retire(self, model: ModelEntry) -> None:
         """Drain versions that every client has replaced and that no ensemble needs."""
         waiting = [version for version in model.retiring if version not in model.draining]
-        if not waiting or not self._actions.is_known(model):
+        if not waiting or not self._actions.is_published(model):
             return
         for version in waiting:
             if model.serving or not self._registry.has_users(version):

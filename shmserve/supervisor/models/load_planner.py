@@ -112,7 +112,10 @@ class LoadPlanner:
         try:
             written, source = repository.read_config(folder, override)
             config = self._filled(written, folder)
-            problem = self._obstacle(config, folder)
+            # The model cannot be loaded then, whatever else its configuration says.
+            problem = model_config.unknown_backend(config) or repository.check_agents(
+                folder, config
+            )
             if not problem:
                 _add_environment(config, folder)
                 self._validate(config, folder, source, complete=False)
@@ -148,10 +151,6 @@ class LoadPlanner:
             VersionSpec(name, str(version), path, path.parent, spec, labels, files, read)
             for version, files in prints.items()
         ]
-
-    def _obstacle(self, config: ModelConfig, folder: ModelFolder) -> str:
-        """Return why a model cannot be loaded whatever else its configuration says, or ""."""
-        return model_config.unknown_backend(config) or repository.check_agents(folder, config)
 
     def discard(self, plan: VersionSpec) -> None:
         """Remove the folder of a load request's files when no process uses it."""
@@ -217,8 +216,8 @@ class LoadPlanner:
         Args:
             spec: The version, from `plan`.
             completed: The properties that the model reported. An ensemble's are {"steps": the
-                configuration of each step's model or None, "elsewhere": whether any version of
-                each model serves}.
+                configuration of each step's model or None, "has_any_version":
+                whether any version of each model serves}.
 
         Raises:
             InvalidArgument: The configuration is invalid.
@@ -230,7 +229,7 @@ class LoadPlanner:
         count = self._accelerators.count
         merged = config
         if config.backend == "native":
-            source = replace(source, beside=_class_source(config, folder))
+            source = replace(source, class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
@@ -250,7 +249,7 @@ class LoadPlanner:
         self._validate(config, folder, source, complete=True)
         steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
         try:
-            composed = model_config.compose(config, steps, completed["elsewhere"])
+            composed = model_config.compose(config, steps, completed["has_any_version"])
         except GraphProblem as found:
             source.check(config, [Problem(found.key, found.message)], GraphProblem)
             raise
@@ -259,16 +258,25 @@ class LoadPlanner:
     def steps(self, name: str) -> list[StepModel]:
         """Return the models that an ensemble needs.
 
-        The result is empty for other models and for unreadable ones: their load reports the error.
+        The result is empty for other models, and for unreadable models, whose load reports the
+        error.
         """
         try:
-            folder = self._find(name)
-            if folder is None or folder.problem:
-                return []
-            config = self._filled(repository.read_config(folder)[0], folder)
+            found = self._find_filled(name)
         except ShmserveError:
             return []
-        return steps_of(ModelSpec.of(model_config.to_dict(config)))
+        return [] if found is None else steps_of(ModelSpec.of(model_config.to_dict(found[1])))
+
+    def _find_filled(self, name: str) -> tuple[ModelFolder, ModelConfig] | None:
+        """Return the folder of a model and its configuration with defaults; None if unusable.
+
+        Raises:
+            ShmserveError: The configuration cannot be read.
+        """
+        folder = self._find(name)
+        if folder is None or folder.problem:
+            return None
+        return folder, self._filled(repository.read_config(folder)[0], folder)
 
     def aliases(self, name: str) -> list[str] | None:
         """Return the aliases of a model that generates text, from its files; None for others.
@@ -276,22 +284,18 @@ class LoadPlanner:
         The result is None for unreadable models, too: their load reports the error.
         """
         try:
-            folder = self._find(name)
-            if folder is None or folder.problem:
+            found = self._find_filled(name)
+            if found is None:
                 return None
-            config = self._filled(repository.read_config(folder)[0], folder)
-            backend_generates = config.backend in (GENERATIVE, "vllm")
-            if not (backend_generates or any(map(_is_sampling, config.input))):
+            folder, config = found
+            samples = any(each.name == "sampling_parameters" for each in config.input)
+            if not (samples or config.backend in (GENERATIVE, "vllm")):
                 return None
-            path = folder.path / "engine.yaml"
+            path = folder.path / repository.ENGINE_FILE
             given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
             return list(EngineSettings.of({"aliases": (given or {}).get("aliases") or []}).aliases)
         except (ShmserveError, OSError, ValueError, AttributeError, yaml.YAMLError):
             return None
-
-
-def _is_sampling(given: Any) -> bool:
-    return bool(given.name == "sampling_parameters")
 
 
 def _select_class(config: ModelConfig, folder: ModelFolder) -> None:

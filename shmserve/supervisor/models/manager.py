@@ -58,7 +58,7 @@ class Audience(Protocol):
     def announce(self, news: News) -> int:
         """Send a publication; returns the number that the clients acknowledge."""
 
-    def know(self, number: int) -> bool:
+    def is_acknowledged(self, number: int) -> bool:
         """Check whether every client has acknowledged a number or has disconnected."""
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
@@ -108,10 +108,10 @@ class Publications:
         if not sent:
             del self._sent[name]
 
-    def known(self, audience: Audience, name: str) -> bool:
+    def are_acknowledged(self, audience: Audience, name: str) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
         sent = self._sent.get(name, {})
-        return all(audience.know(number) for _, number in sent.values())
+        return all(audience.is_acknowledged(number) for _, number in sent.values())
 
     def snapshot(self) -> Iterator[Any]:
         """Yield every publication, for a new client."""
@@ -170,7 +170,7 @@ class LifecycleExecutor(LifecycleActions):
         self._publications = publications
         self._on_change = on_change
         self._audience: Audience = context
-        self._answers: dict[Order, asyncio.Event] = {}
+        self._answered: dict[Order, asyncio.Event] = {}
         self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
         hosted = context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(registry, self, hosted)
@@ -180,7 +180,7 @@ class LifecycleExecutor(LifecycleActions):
     async def wait_for(self, order: Order) -> None:
         """Wait until an order is answered; raises the ShmserveError with which it failed."""
         if not order.answered:
-            await self._answers.setdefault(order, asyncio.Event()).wait()
+            await self._answered.setdefault(order, asyncio.Event()).wait()
         if order.error is not None:
             raise order.error
 
@@ -188,7 +188,7 @@ class LifecycleExecutor(LifecycleActions):
         if order.kind is OrderKind.LOAD and order.error is not None:
             self._registry.failed_loads += 1
             self.context.events.publish(LoadRefused(order.model.name, order.error.message))
-        event = self._answers.pop(order, None)
+        event = self._answered.pop(order, None)
         if event is not None:
             event.set()
 
@@ -199,15 +199,15 @@ class LifecycleExecutor(LifecycleActions):
     # --- publications
 
     def publish(self, model: ModelEntry) -> None:
-        self._publications.update(self._audience, model.name, *self._registry.news(model))
+        self._publications.update(self._audience, model.name, *self._registry.publications(model))
 
-    def is_known(self, model: ModelEntry) -> bool:
-        return self._publications.known(self._audience, model.name)
+    def is_published(self, model: ModelEntry) -> bool:
+        return self._publications.are_acknowledged(self._audience, model.name)
 
     @_in_background
     async def _follow_acknowledgements(self) -> None:
         while True:
-            await self.context.control.acknowledgements.news()
+            await self.context.control.acknowledgements.next_complete()
             self.lifecycle.acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
@@ -287,8 +287,8 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def update(self, order: Order) -> None:
         updates = order.updates if order.phase is OrderPhase.STARTING else {}
-        coming = order.model.coming
-        adding = (coming[number].instances.add(update) for number, update in updates.items())
+        incoming = order.model.incoming
+        adding = (incoming[number].instances.add(update) for number, update in updates.items())
         results = await asyncio.gather(*adding, return_exceptions=True)
         errors = {
             number: result
@@ -312,8 +312,8 @@ class LifecycleExecutor(LifecycleActions):
     async def _publish_move(self, model: ModelEntry) -> None:
         """Publish a moved model and wait until every client has acknowledged the publication."""
         self.lifecycle.publish(model)
-        while not self.is_known(model):
-            await self.context.control.acknowledgements.news()
+        while not self.is_published(model):
+            await self.context.control.acknowledgements.next_complete()
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:
@@ -368,7 +368,7 @@ class ModelManager:
             if (root / CONFIG_FILE).is_file():
                 logger.warning("'%s' is a model's folder: a repository is what holds it", root)
         found = await asyncio.to_thread(self._planner.scan)
-        wanted = list(found)
+        names = list(found)
         if not found and config.model_control_mode != "explicit":
             logger.warning(
                 "no model in %s: one is a folder there, with a configuration (config.pbtxt) or a "
@@ -376,13 +376,13 @@ class ModelManager:
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":
-            wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+            names = list(found) if config.load_models == ("*",) else list(config.load_models)
         if config.load_on_demand:
-            wanted = wanted if config.model_control_mode == "explicit" else []
-            self._lifecycle.offer(found.keys() - set(wanted))
-        self._lifecycle.expect(await asyncio.to_thread(self._steps, wanted))
+            names = names if config.model_control_mode == "explicit" else []
+            self._lifecycle.offer(found.keys() - set(names))
+        self._lifecycle.expect(await asyncio.to_thread(self._steps, names))
         # All orders are given before any is waited for: ensembles wait for their steps.
-        orders = [self._lifecycle.load(name) for name in wanted]
+        orders = [self._lifecycle.load(name) for name in names]
         await asyncio.gather(*map(self._wait_for, orders), return_exceptions=True)
         return all(order.error is None for order in orders)
 
@@ -416,9 +416,9 @@ class ModelManager:
         if is_traversal(name):
             return  # an unknown model
         check_model_name(name)
-        alone = self._registry.loaded_for(name) if dependents else []
+        steps = self._registry.loaded_for(name) if dependents else []
         await self.unload(name)
-        for step in alone:
+        for step in steps:
             await self.unload_on_request(step, dependents)
 
     def _require_explicit(self) -> None:
@@ -438,9 +438,9 @@ class ModelManager:
     async def name_generative(self) -> dict[str, list[str]]:
         """Return the aliases of the models on demand that generate text and do not serve."""
         models = self._registry.models.values()
-        asleep = [each.name for each in models if each.on_demand and not each.serving]
+        unloaded = [each.name for each in models if each.on_demand and not each.serving]
         found = await asyncio.to_thread(
-            lambda: {name: self._planner.aliases(name) for name in asleep}
+            lambda: {name: self._planner.aliases(name) for name in unloaded}
         )
         return {name: aliases for name, aliases in found.items() if aliases is not None}
 

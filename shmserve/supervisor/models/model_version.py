@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_STARTS = 5
 _MOST_WAITED_FOR = 10
 _CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
-_KILL_PATIENCE_S = 1.0  # for a scheduler that shares a process with others
+_KILL_PATIENCE_S = 1.0  # for a scheduler that shares its process
 
 
 def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
@@ -85,11 +85,13 @@ class ModelVersion:
         self.scheduler = VersionScheduler(
             context, spec, group, lifetime, self._on_scheduler_message
         )
-        parts = (context, spec, self.scheduler, lifetime, self.changed, complete)
-        self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
+        arguments = (context, spec, self.scheduler, lifetime, self.changed, complete)
+        self.instances = (
+            EnsembleInstances(*arguments, find=find) if spec.steps else Instances(*arguments)
+        )
         self._backoff = RestartBackoff()
         self._failed_starts = 0
-        self._keeping: asyncio.Task[None] | None = None
+        self._supervision: asyncio.Task[None] | None = None
 
     @property
     def config(self) -> ModelSpec:
@@ -117,7 +119,7 @@ class ModelVersion:
         return self._lifetime.stopping
 
     @property
-    def hopeless(self) -> str:
+    def fatal_problem(self) -> str:
         """Return the reason why this version will not become ready, or empty."""
         if self._lifetime.retiring or self._lifetime.stopping:
             return self.problem or "the model is unloaded"
@@ -127,8 +129,8 @@ class ModelVersion:
     async def until_ready(self) -> None:
         """Wait until the version is ready; raises Unavailable if it will not be."""
         while not self.ready:
-            if self.hopeless:
-                raise Unavailable(self.hopeless)
+            if self.fatal_problem:
+                raise Unavailable(self.fatal_problem)
             self._news.clear()
             await self._news.wait()
 
@@ -171,7 +173,7 @@ class ModelVersion:
         try:
             await self.instances.complete_config()
             await self._start_scheduler(first=True)
-            self._keeping = self._context.background(self._keep())
+            self._supervision = self._context.background(self._supervise())
             await self.instances.load()
             self.loaded, self.loaded_ns = True, time.monotonic_ns()
             await self.until_ready()
@@ -241,8 +243,8 @@ class ModelVersion:
         old, lost = scheduler.serving, scheduler.endpoint
         workers = [child.exited for child in instances.children() if child.alive]
         unless: list[asyncio.Future[Any]] = [asyncio.gather(*workers)] if workers else []
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._supervision is not None:
+            self._supervision.cancel()
         try:
             await scheduler.succeed(group, instances.config)
             unless.append(scheduler.serving.child.exited)
@@ -257,7 +259,7 @@ class ModelVersion:
             self.changed()
             await self._context.hosts.close(old)
         finally:
-            self._keeping = self._context.background(self._keep())
+            self._supervision = self._context.background(self._supervise())
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """Make this version's counters, including those of its drain, the base of a successor's."""
@@ -271,17 +273,17 @@ class ModelVersion:
         self._failed_starts = 0
         self.instances.introduce(workers)
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Replace each scheduler that exits, until the version retires."""
         while not self._lifetime.retiring:
-            dead, born = self.scheduler.serving, time.monotonic()
-            child = dead.child
-            await either(dead.closed, child.exited)
+            ended, started_at = self.scheduler.serving, time.monotonic()
+            child = ended.child
+            await either(ended.closed, child.exited)
             if not self._lifetime.retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a new one takes over", child.title, reason)
                 self.changed()
-                await self._replace(self._backoff.pause_s(time.monotonic() - born))
+                await self._replace(self._backoff.pause_s(time.monotonic() - started_at))
 
     async def _replace(self, pause: float) -> None:
         lost = self.scheduler.endpoint
@@ -355,7 +357,7 @@ class ModelVersion:
         for child in children:
             child.kill()
         await asyncio.gather(
-            self.scheduler.stop(_KILL_PATIENCE_S), *(child.gone() for child in children)
+            self.scheduler.stop(_KILL_PATIENCE_S), *(child.until_exit() for child in children)
         )
 
 
@@ -389,7 +391,7 @@ class EnsembleInstances(Instances):
         self.config = self._complete(self._spec, {})
         self.labels = {**_inherited(self.config, self._models), **self._spec.labels}
 
-    def introduce(self, known: list[int]) -> None:
+    def introduce(self, workers: list[int]) -> None:
         """Send the ensemble's scheduler the endpoints of the steps' models."""
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is not None:

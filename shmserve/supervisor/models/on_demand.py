@@ -44,7 +44,7 @@ class Resident(NamedTuple):
         name: The model.
         byte_size: The bytes of its memory.
         used_ns: The time of its last request, on the monotonic clock.
-        held: Whether it must stay, because of requests in flight, of open orders or of an operator.
+        must_stay: Whether requests in flight, open orders or an operator's load forbid an unload.
         idle_ns: The time without requests after which it is unloaded; 0 is no limit.
         users: The ensembles with the model as a step, which must be unloaded before it.
     """
@@ -52,7 +52,7 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     used_ns: int
-    held: bool = False
+    must_stay: bool = False
     idle_ns: int = 0
     users: frozenset[str] = frozenset()
 
@@ -63,20 +63,20 @@ def to_unload(residents: Iterable[Resident], bound: int, now_ns: int) -> list[st
     Models that are idle for longer than their limit are unloaded. The least recently used models
     follow until the total is at most `bound` bytes (0 is no bound).
     """
-    left = sorted(residents, key=attrgetter("used_ns"))
+    remaining = sorted(residents, key=attrgetter("used_ns"))
     chosen: list[str] = []
 
     def is_free(each: Resident) -> bool:
-        return not (each.held or each.users.difference(chosen))
+        return not (each.must_stay or each.users.difference(chosen))
 
     def is_due(each: Resident) -> bool:
-        if bound and sum(other.byte_size for other in left) > bound:
+        if bound and sum(other.byte_size for other in remaining) > bound:
             return True
         return 0 < each.idle_ns <= now_ns - each.used_ns
 
     # The search restarts after each choice: a step is free once its ensembles are chosen.
-    while due := next((each for each in left if is_free(each) and is_due(each)), None):
-        left.remove(due)
+    while due := next((each for each in remaining if is_free(each) and is_due(each)), None):
+        remaining.remove(due)
         chosen.append(due.name)
     return chosen
 
@@ -87,7 +87,7 @@ class MemoryUse:
     def __init__(self) -> None:
         self._sizes: dict[ModelVersion, int] = {}
         self._measured: dict[ModelVersion, float] = {}
-        self._usual: dict[str, int] = {}  # of a model's version, kept after it is unloaded
+        self._last_sizes: dict[str, int] = {}  # of a model's version, kept after it is unloaded
 
     async def measure(self, live: Iterable[ModelVersion], refresh: bool = False) -> None:
         """Measure the loaded versions whose size is not known; this takes milliseconds for each.
@@ -100,20 +100,20 @@ class MemoryUse:
         loaded = [version for version in live if version.loaded]
         last = {each: self._measured.get(each, -math.inf) for each in loaded}
         old = {each for each in loaded if refresh and now - last[each] >= _MEASURE_EVERY_S}
-        wanted = old | {each for each in loaded if each.spec.name not in self._usual}
-        if not wanted:
+        to_measure = old | {each for each in loaded if each.spec.name not in self._last_sizes}
+        if not to_measure:
             return
         pids = {each: each.pids() for each in loaded}
         shared = Counter(pid for each in loaded for pid in pids[each])
-        measured = {pid for each in wanted for pid in pids[each]}
+        measured = {pid for each in to_measure for pid in pids[each]}
         found = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured})
-        self._measured = last | dict.fromkeys(wanted, now)
+        self._measured = last | dict.fromkeys(to_measure, now)
         self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
-        for each in wanted:
+        for each in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
             host_size = sum(found[pid] // shared[pid] for pid in pids[each])
             size = host_size + each.instances.device_byte_size
-            self._sizes[each] = self._usual[each.spec.name] = size
+            self._sizes[each] = self._last_sizes[each.spec.name] = size
 
     def byte_size(self, model: ModelEntry) -> int:
         """Return the bytes of a model's versions.
@@ -121,8 +121,8 @@ class MemoryUse:
         The size of an unmeasured version is estimated by the model's last size, or else by the mean
         of all models.
         """
-        known = self._usual.values()
-        expected = self._usual.get(model.name, sum(known) // (len(known) or 1))
+        sizes = self._last_sizes.values()
+        expected = self._last_sizes.get(model.name, sum(sizes) // (len(sizes) or 1))
         return sum(self._sizes.get(version, expected) for version in model.versions)
 
 
@@ -145,7 +145,7 @@ class OnDemand:
         lifecycle: Lifecycle,
         wait_for: Callable[[Order], Awaitable[None]],
     ) -> None:
-        """Create it with no load in flight; `wait_for(order)` waits until an order is answered."""
+        """Create a loader; `wait_for(order)` waits until an order is answered."""
         self._context = context
         self._registry = registry
         self._lifecycle = lifecycle
@@ -222,13 +222,15 @@ class OnDemand:
         """Unload the models that are due, and wait until their processes have ended."""
         async with self._unloading:
             names = await self._due()
-            gone = {version for name in names for version in self._registry.models[name].versions}
+            unloading = {
+                version for name in names for version in self._registry.models[name].versions
+            }
             for name in names:
                 logger.info("model '%s' is unloaded; its next request loads it", name)
                 self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_GONE_WITHIN_S):
-                    while not gone.isdisjoint(self._registry.live):
+                    while not unloading.isdisjoint(self._registry.live):
                         self._news.clear()
                         await self._news.wait()
             except TimeoutError:
@@ -239,7 +241,7 @@ class OnDemand:
         if bound:
             await self._memory.measure(self._registry.live)
         if not to_unload(self._residents(), bound, time.monotonic_ns()):
-            return []  # by the last reports; new ones can only show more recent use
+            return []  # newer reports can only show more recent use
         await self._update_uses()
         return to_unload(self._residents(), bound, time.monotonic_ns())
 
@@ -258,15 +260,17 @@ class OnDemand:
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         uses = [self._use(version) for version in model.serving.values()]
         used_ns = max((use.used_ns for use in uses), default=0)
-        held = model.orders or model.retiring or model.name in self._loads or not model.on_demand
-        held = bool(held) or any(use.busy for use in uses)
+        must_stay = (
+            model.orders or model.retiring or model.name in self._loads or not model.on_demand
+        )
+        must_stay = bool(must_stay) or any(use.busy for use in uses)
         idle_ns = int(1e9 * min(map(self._idle_s, model.serving.values()), default=0.0))
         size = self._memory.byte_size(model)
-        return Resident(model.name, size, used_ns, held, idle_ns, users)
+        return Resident(model.name, size, used_ns, must_stay, idle_ns, users)
 
     def _idle_s(self, version: ModelVersion) -> float:
-        given = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
-        return self._context.config.idle_unload_s if given is None else given
+        limit_s = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
+        return self._context.config.idle_unload_s if limit_s is None else limit_s
 
     # --- reports of schedulers
 

@@ -56,7 +56,7 @@ class OrderPhase(Enum):
     PUBLISHING = auto()  # every client is notified of the serving versions
     DROPPING = auto()  # the load failed, and the versions that it started are stopped
     MOVING = auto()
-    SETTLED = auto()
+    FINISHED = auto()
 
 
 class LoadPlan(NamedTuple):
@@ -126,7 +126,7 @@ class LifecycleActions(Protocol):
         """Drain a version and end it; reports `Lifecycle.ended`."""
 
     def finalize(self, order: Order) -> None:
-        """Wait for the ends of an order, but not for long requests; reports `finalized`."""
+        """Wait for `order.awaited_ends`, except long requests; reports `Lifecycle.finalized`."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """Redirect requests that reached an ended version too late to its successor."""
@@ -137,7 +137,7 @@ class LifecycleActions(Protocol):
     def publish(self, model: ModelEntry) -> None:
         """Publish what has changed of a model to every client."""
 
-    def is_known(self, model: ModelEntry) -> bool:
+    def is_published(self, model: ModelEntry) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
 
     def answer(self, order: Order) -> None:
@@ -155,37 +155,37 @@ class Order:
     """An order about one model. The orders of a model are executed in the order of arrival.
 
     Attributes:
-        asked: Whether a caller asked for this order, rather than an ensemble with the model.
-        again: Whether an ensemble is reloaded because a step's model has changed, or unloaded until
-            a step's model is loaded again.
+        requested: Whether a caller asked for this order, rather than an ensemble with the model.
+        caused_by_step: Whether a step's model has changed, so that its ensemble is reloaded, or was
+            unloaded, so that its ensemble is unloaded until the model is loaded again.
         pins: Whether the model is no longer on demand once it is loaded.
-        before: Orders that must be settled before this order continues.
-        after: Orders whose results are part of the response to this order.
+        prerequisites: Orders that must be settled before this order continues.
+        follow_ups: Orders whose results are part of the response to this order.
         starting: The versions that have not started yet, and `UPDATES`.
         outdated: Whether a step's model has changed its shape since the order was planned.
-        ends: The versions, and `UPDATES`, that must end before the order is answered.
+        awaited_ends: The versions, and `UPDATES`, that must end before the order is answered.
     """
 
     model: ModelEntry
     kind: OrderKind
     source: LoadSource = FOLDER
-    asked: bool = True
-    again: bool = False
+    requested: bool = True
+    caused_by_step: bool = False
     pins: bool = False
-    before: list[Order] = field(default_factory=list)
-    after: list[Order] = field(default_factory=list)
+    prerequisites: list[Order] = field(default_factory=list)
+    follow_ups: list[Order] = field(default_factory=list)
     number: int = field(init=False, default_factory=partial(next, _numbers))
     phase: OrderPhase = field(init=False, default=OrderPhase.QUEUED)
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
-    needs: list[str] = field(init=False, default_factory=list)
+    step_models: list[str] = field(init=False, default_factory=list)
     updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
     starting: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
     answered: bool = field(init=False, default=False)
     outdated: bool = field(init=False, default=False)
-    ends: set[ModelVersion | str] = field(init=False, default_factory=set)
+    awaited_ends: set[ModelVersion | str] = field(init=False, default_factory=set)
 
     @property
     def hangs(self) -> bool:
@@ -194,9 +194,9 @@ class Order:
         An unload in front of an order that this load waits for may itself wait for this load.
         """
         if self.phase is OrderPhase.STARTING:
-            return any(version.instances.hangs for version in self.model.coming.values())
-        waits = self.phase is OrderPhase.WAITING
-        return waits and any(each.hangs or each._follows_unload for each in self.before)
+            return any(version.instances.hangs for version in self.model.incoming.values())
+        is_waiting = self.phase is OrderPhase.WAITING
+        return is_waiting and any(each.hangs or each._follows_unload for each in self.prerequisites)
 
     @property
     def _follows_unload(self) -> bool:
@@ -205,9 +205,9 @@ class Order:
         return any(each.kind is OrderKind.UNLOAD for each in earlier)
 
     @property
-    def settled(self) -> bool:
+    def finished(self) -> bool:
         """Return whether the order has been executed or has failed."""
-        return self.phase is OrderPhase.SETTLED
+        return self.phase is OrderPhase.FINISHED
 
     def repeats(self, later: Order) -> bool:
         """Check whether the order has not begun and a later order would only repeat it."""
@@ -215,12 +215,12 @@ class Order:
         return same and self.phase is OrderPhase.QUEUED
 
     @property
-    def may_come(self) -> bool:
+    def may_succeed(self) -> bool:
         """Return whether the order is a load that has not failed."""
         return self.kind is OrderKind.LOAD and self.phase is not OrderPhase.DROPPING
 
     @property
-    def waits(self) -> bool:
+    def is_planning(self) -> bool:
         """Return whether the order has used nothing but the model's own files so far."""
         return self.phase in (OrderPhase.QUEUED, OrderPhase.READING, OrderPhase.WAITING)
 
@@ -230,15 +230,15 @@ class Order:
         """Start the versions that differ from the serving ones, and add their new instances."""
         model = self.model
         model.outcomes.pop("", None)
-        anew = model.loaded_of == (self.fingerprint, self.source.config)
-        self.updates, fresh = differs(model.serving, self.specs, anew)
-        new = {spec.version: actions.create(spec, group) for spec in fresh}
+        restart = model.last_load == (self.fingerprint, self.source.config)
+        self.updates, to_start = differs(model.serving, self.specs, restart)
+        new = {spec.version: actions.create(spec, group) for spec in to_start}
         latest = model.serving.get(model.latest)
         for number, version in new.items():
             before = model.serving.get(number, latest)
             if before is not None:
-                version.instances.begin_like(before.instances)
-        model.coming = {number: model.serving[number] for number in self.updates} | new
+                version.instances.keep_count_of(before.instances)
+        model.incoming = {number: model.serving[number] for number in self.updates} | new
         self.phase = OrderPhase.STARTING
         self.starting = {*new} | ({UPDATES} if self.updates else set())
         for number, version in new.items():
@@ -249,17 +249,17 @@ class Order:
 
     def offer(self) -> None:
         """Offer the started versions, which are then published in place of the serving ones."""
-        for number, version in self.model.coming.items():
+        for number, version in self.model.incoming.items():
             old = self.model.serving.get(number)
             if old is not None and old is not version:
                 old.hand_counts_to(version)
         self.phase = OrderPhase.OFFERED
 
-    def has_lost(self) -> bool:
+    def has_failed_versions(self) -> bool:
         """Check whether an offered version will never be ready; its failure is stored."""
-        for number, version in self.model.coming.items():
-            if not version.ready and version.hopeless:
-                self.failures[number] = Unavailable(version.hopeless)
+        for number, version in self.model.incoming.items():
+            if not version.ready and version.fatal_problem:
+                self.failures[number] = Unavailable(version.fatal_problem)
         return bool(self.failures)
 
     def take_over(self) -> bool:
@@ -268,11 +268,11 @@ class Order:
         Returns:
             Whether the configurations of the model have changed.
         """
-        model, new, before = self.model, self.model.coming, self.model.configurations
+        model, new, before = self.model, self.model.incoming, self.model.configurations
         for number, update in self.updates.items():
             new[number].commit(update)
         old, model.serving = model.serving, new
-        model.coming, model.outdated = {}, self.outdated
+        model.incoming, model.outdated = {}, self.outdated
         model.on_demand &= not self.pins
         # Failures of versions that are no longer configured are not shown any more.
         model.outcomes = {
@@ -282,24 +282,24 @@ class Order:
         } | dict.fromkeys(old.keys() - new.keys(), UNLOADED)
         model.retiring += [v for number, v in old.items() if new.get(number) is not v]
         self.keep_source()
-        model.loaded_of = self.fingerprint, self.source.config
+        model.last_load = self.fingerprint, self.source.config
         self.phase = OrderPhase.PUBLISHING
         logger.info("successfully loaded '%s'", model.name)
         return before != model.configurations
 
-    def drop(self, actions: LifecycleActions, given_up: bool) -> None:
+    def drop(self, actions: LifecycleActions, cancelled: bool) -> None:
         """End the versions that were started; the serving versions continue."""
         model, was_offered = self.model, self.model.offered
-        coming, model.coming, self.phase = model.coming, {}, OrderPhase.DROPPING
+        incoming, model.incoming, self.phase = model.incoming, {}, OrderPhase.DROPPING
         reasons = _reasons(self.failures)
-        for number, version in coming.items():
+        for number, version in incoming.items():
             old = model.serving.get(number)
             if old is version:
                 continue
             if old is None:
                 reason = reasons.get(number, "another version failed")
                 failed = LoadOutcome(reason, logged=True)
-                model.outcomes[number] = UNLOADED if given_up else failed
+                model.outcomes[number] = UNLOADED if cancelled else failed
             else:
                 old.hand_counts_to(None)
             if was_offered:
@@ -315,8 +315,8 @@ class Order:
 
     def keep_source(self) -> None:
         """Store the source of an ensemble, so that a change of a step reloads it from there."""
-        self.model.needs = self.needs
-        self.model.source = self.source if self.needs else FOLDER
+        self.model.step_models = self.step_models
+        self.model.source = self.source if self.step_models else FOLDER
 
     def refusal(self) -> LoggedFailure:
         """Return the error of a load whose versions have failed, and log the reasons."""
@@ -325,7 +325,7 @@ class Order:
             text = "\n".join((reason, *getattr(self.failures[number], "__notes__", ())))
             logger.error("failed to load '%s' version %s: %s", name, number, text)
         errors = self.failures.values()
-        self.model.may_pass = all(isinstance(error, Unavailable) for error in errors)
+        self.model.failure_is_temporary = all(isinstance(error, Unavailable) for error in errors)
         graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)
         if graph_problem is not None:
             text = f"load failed for model '{name}': {graph_problem.message}\n"
@@ -349,61 +349,61 @@ class ModelEntry:
     Attributes:
         orders: The open orders; the first one is executed.
         serving: The versions that serve, by number.
-        coming: The versions of the executed load, which serve after they are offered.
+        incoming: The versions of the executed load, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
         retiring: The versions that finish their requests.
         draining: The versions of `retiring` that drain.
         outcomes: The reasons why versions do not serve, by number.
-        loaded_of: The fingerprint and the sent configuration of the last load.
+        last_load: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.
-        needs: The models of an ensemble's steps.
-        for_others: Whether only ensembles asked for the model.
+        step_models: The models of an ensemble's steps.
+        for_ensembles: Whether only ensembles asked for the model.
         expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
         outdated: Whether a step of the serving ensemble has another shape, and an open load was
             expected to adopt it.
-        may_pass: Whether the last load failed for a reason that may be temporary.
+        failure_is_temporary: Whether the last load failed for a reason that may be temporary.
     """
 
     name: str
     orders: deque[Order] = field(default_factory=deque)
     serving: dict[str, ModelVersion] = field(default_factory=dict)
-    coming: dict[str, ModelVersion] = field(default_factory=dict)
+    incoming: dict[str, ModelVersion] = field(default_factory=dict)
     dropping: list[ModelVersion] = field(default_factory=list)
     retiring: list[ModelVersion] = field(default_factory=list)
     draining: set[ModelVersion] = field(default_factory=set)
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     fingerprint: str = ""
-    loaded_of: tuple[str, str] | None = None
+    last_load: tuple[str, str] | None = None
     source: LoadSource = FOLDER
-    needs: list[str] = field(default_factory=list)
-    for_others: bool = False
+    step_models: list[str] = field(default_factory=list)
+    for_ensembles: bool = False
     expected: bool = False
     on_demand: bool = False
     outdated: bool = False
-    may_pass: bool = False
+    failure_is_temporary: bool = False
 
     @property
     def versions(self) -> Iterable[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
-        found = (*self.serving.values(), *self.coming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(found)  # a version that is kept is serving and coming
+        found = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
+        return dict.fromkeys(found)  # a version that is kept is both serving and incoming
 
     @property
     def offered(self) -> bool:
-        """Return whether the coming versions are published."""
+        """Return whether the incoming versions are published."""
         return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
     def shown(self) -> dict[str, ModelVersion]:
         """Return the versions that are published."""
-        return {**self.serving, **self.coming} if self.offered else self.serving
+        return {**self.serving, **self.incoming} if self.offered else self.serving
 
     @property
     def latest(self) -> str:
         """Return the version for requests that name none; "" if no version serves."""
-        return max(self.coming if self.offered else self.serving, key=int, default="")
+        return max(self.incoming if self.offered else self.serving, key=int, default="")
 
     @property
     def configurations(self) -> dict[str, dict[str, Any]]:
@@ -426,20 +426,20 @@ class ModelEntry:
         return next((o for o in reversed(self.orders) if o.kind is not OrderKind.MOVE), None)
 
     @property
-    def wanted_steps(self) -> list[str]:
+    def needed_steps(self) -> list[str]:
         """Return the models that this ensemble needs, or will need after the executed load."""
         order = self.orders[0] if self.orders else None
-        return order.needs if order is not None and order.needs else self.needs
+        return order.step_models if order is not None and order.step_models else self.step_models
 
     @property
     def possible_steps(self) -> list[str]:
-        """Return `wanted_steps` and the current steps, which remain if the executed load fails."""
+        """Return `needed_steps` and the current steps, which remain if the executed load fails."""
         now = [step.name for version in self.serving.values() for step in version.spec.steps]
-        return [*self.wanted_steps, *now]
+        return [*self.needed_steps, *now]
 
 
 def differs(
-    serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], anew: bool
+    serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], restart: bool
 ) -> tuple[dict[str, InstanceUpdate], list[VersionSpec]]:
     """Return the updates of the versions that are kept, and the specs that must be started.
 
@@ -448,16 +448,16 @@ def differs(
     Args:
         serving: The serving versions by number.
         specs: The versions to load.
-        anew: Whether the model's files are the same as at its last load. The load is then a request
-            to restart every version, unless its instances differ.
+        restart: Whether the model's files are the same as at its last load. The load then restarts
+            every version whose instances do not differ.
     """
     updates: dict[str, InstanceUpdate] = {}
-    fresh: list[VersionSpec] = []
+    to_start: list[VersionSpec] = []
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
-        if update is None or (anew and not update.differs):
-            fresh.append(spec)
+        if update is None or (restart and not update.differs):
+            to_start.append(spec)
         else:
             updates[spec.version] = update
-    return updates, fresh
+    return updates, to_start

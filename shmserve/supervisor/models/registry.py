@@ -35,18 +35,16 @@ class ModelRegistry:
         """Return the entry of a model; create it if needed."""
         return self.models.setdefault(name, ModelEntry(name))
 
-    def forget(self, model: ModelEntry) -> None:
+    def remove_unused(self, model: ModelEntry) -> None:
         """Remove a model without orders and statuses."""
         if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
             del self.models[model.name]
 
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
-        found = [[name, version] for name in sorted(self.models) for version in self._failed(name)]
+        failed = {name: sorted(problems_of(self.models[name])) for name in sorted(self.models)}
+        found = [[name, version] for name, versions in failed.items() for version in versions]
         return LoadsFailed(found, self.failed_loads)
-
-    def _failed(self, name: str) -> list[str]:
-        return sorted(problems_of(self.models[name]))
 
     # --- versions
 
@@ -86,7 +84,7 @@ class ModelRegistry:
             "checks_ready": found.instances.checks_ready,
         }
 
-    def news(self, model: ModelEntry) -> tuple[dict[str, ModelNews], list[str]]:
+    def publications(self, model: ModelEntry) -> tuple[dict[str, ModelNews], list[str]]:
         """Return the publications of a model by version, and the versions that do not serve.
 
         The publication of version "" is that the model is loaded on demand.
@@ -119,27 +117,29 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        others = {step for each in models.values() if each.name != name for step in each.needs}
-        needs = models[name].needs if name in models else []
+        used_elsewhere = {
+            step for each in models.values() if each.name != name for step in each.step_models
+        }
+        step_models = models[name].step_models if name in models else []
         return [
             step
-            for step in needs
-            if step not in others and step in models and models[step].for_others
+            for step in step_models
+            if step not in used_elsewhere and step in models and models[step].for_ensembles
         ]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:
-        """Return the ensembles whose serving or coming versions need a model."""
+        """Return the ensembles whose serving or incoming versions need a model."""
         return [
             user
             for user in self.models.values()
-            if any(v.uses(model.name) for v in (*user.serving.values(), *user.coming.values()))
+            if any(v.uses(model.name) for v in (*user.serving.values(), *user.incoming.values()))
         ]
 
     def loads_waiting_for(self, model: ModelEntry) -> list[Order]:
         """Return the loads of ensembles that need a model and have not started versions yet."""
         first = [each.orders[0] for each in self.models.values() if each.orders]
         waiting = (order for order in first if order.phase is OrderPhase.WAITING)
-        return [order for order in waiting if model.name in order.needs]
+        return [order for order in waiting if model.name in order.step_models]
 
     def has_users(self, version: ModelVersion) -> bool:
         """Check whether an ensemble needs a version and must end before it.
@@ -164,13 +164,13 @@ class ModelRegistry:
             steps: The models that it would need.
             folders: The steps of models that are not loaded, according to their folders.
         """
-        needs = {each: model.possible_steps for each, model in self.models.items()}
+        step_models = {each: model.possible_steps for each, model in self.models.items()}
 
-        def walk(each: str, above: list[str]) -> list[str]:
-            if each in above:
-                return [*above[above.index(each) :], each]
-            below = steps if not above else needs.get(each) or folders.get(each, [])
-            return next(filter(None, (walk(step, [*above, each]) for step in below)), [])
+        def walk(each: str, path: list[str]) -> list[str]:
+            if each in path:
+                return [*path[path.index(each) :], each]
+            next_steps = steps if not path else step_models.get(each) or folders.get(each, [])
+            return next(filter(None, (walk(step, [*path, each]) for step in next_steps)), [])
 
         return walk(name, [])
 
@@ -182,10 +182,10 @@ class ModelRegistry:
             hosted: Whether connected ensembles and steps share a process; otherwise the model has
                 a process of its own.
         """
-        needs = {each: model.wanted_steps for each, model in self.models.items()}
-        names = _component(needs, name) if hosted else {name}
-        ensembles = {each for each in names if needs.get(each)}
-        outermost = sorted(ensembles - {step for each in ensembles for step in needs[each]})
+        step_models = {each: model.needed_steps for each, model in self.models.items()}
+        names = _component(step_models, name) if hosted else {name}
+        ensembles = {each for each in names if step_models.get(each)}
+        outermost = sorted(ensembles - {step for each in ensembles for step in step_models[each]})
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
 
@@ -223,14 +223,17 @@ class ModelRegistry:
         return all(map(is_ready, self.models.values()))
 
 
-def _component(needs: Mapping[str, list[str]], name: str) -> set[str]:
+def _component(step_models: Mapping[str, list[str]], name: str) -> set[str]:
     """Return the models that are connected to a model by ensembles."""
     names, waiting = {name}, [name]
     while waiting:
         known = waiting.pop()
-        near = {*needs.get(known, ()), *(each for each, steps in needs.items() if known in steps)}
-        waiting += near - names
-        names |= near
+        neighbours = {
+            *step_models.get(known, ()),
+            *(each for each, steps in step_models.items() if known in steps),
+        }
+        waiting += neighbours - names
+        names |= neighbours
     return names
 
 
@@ -266,8 +269,8 @@ def statuses(model: ModelEntry) -> dict[str, Status]:
     found = {
         **{number: _ended(model, outcome) for number, outcome in model.outcomes.items()},
         **dict.fromkeys(retiring, Status(ModelState.UNLOADING)),
-        **dict.fromkeys(model.coming, Status(ModelState.LOADING)),
-        **{number: _of(model.shown[number]) for number in model.serving},
+        **dict.fromkeys(model.incoming, Status(ModelState.LOADING)),
+        **{number: _status_of(model.shown[number]) for number in model.serving},
     }
     return found or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
 
@@ -278,7 +281,7 @@ def _ended(model: ModelEntry, outcome: LoadOutcome) -> Status:
     return Status(ModelState.UNAVAILABLE, outcome.reason)
 
 
-def _of(version: ModelVersion) -> Status:
+def _status_of(version: ModelVersion) -> Status:
     if version.problem:
         return Status(ModelState.UNAVAILABLE, version.problem)
     return Status(ModelState.READY) if version.ready else Status(ModelState.LOADING, _RESTARTING)

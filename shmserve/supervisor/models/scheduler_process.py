@@ -152,7 +152,9 @@ class VersionScheduler:
         hosted = self._last = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
-        await either(ready, hosted.closed, hosted.child.exited)  # it receives nothing before
+        await either(
+            ready, hosted.closed, hosted.child.exited
+        )  # a scheduler receives no message before
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
@@ -263,7 +265,7 @@ class VersionScheduler:
         return self._serving is not None and self._context.hosts.must_move(self._serving, group)
 
     async def succeed(self, group: Group, config: ModelSpec) -> None:
-        """Start a successor in a group's process, which is from now on the one at `endpoint`.
+        """Start a successor in a group's process; `endpoint` is the successor's from now on.
 
         The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
         if the successor does not start.

@@ -46,7 +46,7 @@ _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 class Child:
     """A child process. `exited` resolves to the kind of its exit ("exit status 1", "signal 9").
 
-    The future is shared: a task that may be cancelled awaits `gone` instead.
+    The future is shared: a task that may be cancelled awaits `until_exit` instead.
     """
 
     pid: int
@@ -76,7 +76,7 @@ class Child:
         """Record that it was sent `Stop`, and has nothing in flight."""
         self.stops = True
 
-    async def gone(self) -> str:
+    async def until_exit(self) -> str:
         """Wait for its exit and return the kind of it."""
         return await asyncio.shield(self.exited)
 
@@ -100,9 +100,9 @@ class ProcessTable:
     ) -> None:
         self._on_start = on_start
         self._watching: list[Callable[[Child], None]] = []
-        self._known: dict[int, Child] = {}
-        self._early: dict[int, str] = {}
-        self._ended_lately: deque[int] = deque(maxlen=_RESERVED_PIDS)
+        self._children: dict[int, Child] = {}
+        self._early_exits: dict[int, str] = {}
+        self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawning = 0
         self._loop = asyncio.get_running_loop()
         processes.adopt_orphans()
@@ -114,21 +114,21 @@ class ProcessTable:
 
     def all(self) -> list[Child]:
         """Return every running child."""
-        return list(self._known.values())
+        return list(self._children.values())
 
     def adopt(self, pid: int, title: str) -> Child:
         """Register a process that was just started."""
         child = Child(pid, title, self._loop.create_future())
-        self._known[pid] = child
+        self._children[pid] = child
         self._on_start(child)
-        if pid in self._early:
+        if pid in self._early_exits:
             # Its caller receives the child first, and the exit afterwards.
-            self._loop.call_soon(self._ended, pid, self._early.pop(pid))
+            self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
     def remembers(self, pid: int) -> bool:
         """Return whether a peer may remember an exited process with this pid."""
-        return pid in self._ended_lately
+        return pid in self._reserved_pids
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
@@ -150,24 +150,24 @@ class ProcessTable:
                 break
             if event is None:
                 break
-            child = self._known.get(event.si_pid)
+            child = self._children.get(event.si_pid)
             if event.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
                 kind = "exit status" if event.si_code == os.CLD_EXITED else "signal"
-                self._ended(event.si_pid, f"{kind} {event.si_status}")
+                self._on_child_exit(event.si_pid, f"{kind} {event.si_status}")
             elif child is not None and event.si_code == os.CLD_STOPPED:
-                self._stopped(child)
+                self._on_stopped(child)
             elif child is not None and event.si_code == os.CLD_CONTINUED:
-                self._continued(child)
+                self._on_continued(child)
         self._kill_strays()
 
-    def _ended(self, pid: int, reason: str) -> None:
-        child = self._known.pop(pid, None)
+    def _on_child_exit(self, pid: int, reason: str) -> None:
+        child = self._children.pop(pid, None)
         if child is None:
             if self._spawning:
-                self._early[pid] = reason
+                self._early_exits[pid] = reason
             return
-        self._continued(child)
-        self._ended_lately.append(pid)
+        self._on_continued(child)
+        self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)
         for on_exit in self._watching:
@@ -176,18 +176,18 @@ class ProcessTable:
             except Exception:  # other processes may have exited, too
                 logger.exception("the exit of %s could not be handled", child.title)
 
-    def _stopped(self, child: Child) -> None:
+    def _on_stopped(self, child: Child) -> None:
         logger.warning("%s is stopped; it is replaced if it does not continue", child.title)
-        self._continued(child)
-        child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._stays_stopped, child)
+        self._on_continued(child)
+        child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 
     @staticmethod
-    def _continued(child: Child) -> None:
+    def _on_continued(child: Child) -> None:
         if child.stop_timer is not None:
             child.stop_timer.cancel()
             child.stop_timer = None
 
-    def _stays_stopped(self, child: Child) -> None:
+    def _kill_stopped(self, child: Child) -> None:
         timer = child.stop_timer
         self._reap()  # this loop may have been stopped itself
         if child.stop_timer is timer:
@@ -198,12 +198,12 @@ class ProcessTable:
         """Kill the adopted descendants of dead workers, which their models had started."""
         if self._spawning:
             return
-        self._early.clear()
+        self._early_exits.clear()
         for pid in processes.children(os.getpid()):
-            if pid not in self._known:
+            if pid not in self._children:
                 # The pid may be the intermediate process of a dead zygote, which is the parent of a
                 # child.
-                processes.kill_tree(pid, spared=self._known)
+                processes.kill_tree(pid, spared=self._children)
 
     def close(self) -> None:
         """Stop watching."""
@@ -280,9 +280,9 @@ class _Process:
 
 
 def _link() -> tuple[socket.socket, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    return ours, theirs
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end.setblocking(False)
+    return own_end, child_end
 
 
 @dataclass(eq=False)
@@ -320,30 +320,30 @@ class Zygote:
             Unavailable: The host has no resources for another process.
         """
         try:
-            ours, theirs = _link()
-            with theirs:
+            own_end, child_end = _link()
+            with child_end:
                 try:
-                    pid = self._process(theirs)
+                    pid = self._process(child_end)
                 except OSError:
-                    ours.close()
+                    own_end.close()
                     raise
         except OSError as error:
             raise _no_process(error.errno) from None
-        self._serve(_Process(self._table.adopt(pid, self._title), ours))
+        self._serve(_Process(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _Process) -> None:
-        """Make this process the one that requests are sent to."""
+        """Send further requests to this process."""
         self._serving = process
-        process.child.exited.add_done_callback(self._died)
+        process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read)
 
-    def _process(self, theirs: socket.socket) -> int:
+    def _process(self, child_end: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
         boot = (
             f"import sys; sys.path.append({root!r}); "
             "from shmserve.supervisor.processes.zygote import main; sys.exit(main(sys.argv[1:]))"
         )
-        os.set_inheritable(theirs.fileno(), True)
+        os.set_inheritable(child_end.fileno(), True)
         os.set_inheritable(self._run_dir.lock_fd, True)
         try:
             # -P: modules are not imported from the current folder, which may contain `workers`.
@@ -351,7 +351,7 @@ class Zygote:
                 sys.executable,
                 [
                     *(sys.executable, "-P", "-c", boot),
-                    *(str(theirs.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
+                    *(str(child_end.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
                     *(str(self._run_dir.path), self._title),
                     *self._modules,
                 ],
@@ -387,7 +387,7 @@ class Zygote:
             else:
                 waiter.set_exception(_no_process(-pid))
 
-    def _died(self, exited: asyncio.Future[str]) -> None:
+    def _on_exit(self, exited: asyncio.Future[str]) -> None:
         assert self._serving is not None
         self._read()
         self._loop.remove_reader(self._serving.link.fileno())
@@ -409,7 +409,7 @@ class Zygote:
         self._waiting.clear()
         if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # marked as retrieved, also without a waiter
+            self._ready.exception()  # avoids asyncio's warning if nothing waits
         elif spare is None:
             self._loop.call_later(_PAUSE_S, self._start_again)
 
@@ -423,26 +423,26 @@ class Zygote:
         self._fork_spare()
 
     def _fork_spare(self) -> None:
-        under_way = self._forking_spare is not None and not self._forking_spare.done()
+        is_forking = self._forking_spare is not None and not self._forking_spare.done()
         broken = self._ready.done() and self._ready.exception() is not None
-        if not (self._stopping or self._spare or under_way or broken):
+        if not (self._stopping or self._spare or is_forking or broken):
             self._forking_spare = self._loop.create_task(self._forked_spare())
 
     async def _forked_spare(self) -> None:
         with contextlib.ExitStack() as stack:
             try:
-                ours, theirs = map(stack.enter_context, _link())
-                child = await self.spawn(f"spare {self._title}", SPARE, b"", [theirs.fileno()])
+                own_end, child_end = map(stack.enter_context, _link())
+                child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
                 logger.warning("the %s has no spare: %s", self._title, error)
                 self._loop.call_later(_RETRY_S, self._fork_spare)
                 return
-            theirs.close()
+            child_end.close()
             stack.pop_all()
-        spare = self._spare = _Process(child, ours)
-        child.exited.add_done_callback(partial(self._spare_died, spare))
+        spare = self._spare = _Process(child, own_end)
+        child.exited.add_done_callback(partial(self._on_spare_exit, spare))
 
-    def _spare_died(self, spare: _Process, exited: asyncio.Future[str]) -> None:
+    def _on_spare_exit(self, spare: _Process, exited: asyncio.Future[str]) -> None:
         if self._spare is spare:
             self._spare = None
             spare.link.close()
@@ -488,8 +488,8 @@ class Zygote:
             if pid:
                 _kill(pid)
                 continue
-            await zygote.gone()
-            await asyncio.sleep(0)  # `_died` runs first
+            await zygote.until_exit()
+            await asyncio.sleep(0)  # `_on_exit` runs first
         raise Unavailable("the server is stopping")
 
     async def _forked(self, entry: str, start: bytes, fds: Sequence[int]) -> int:

@@ -78,7 +78,7 @@ class Acknowledgements:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._missing: dict[int, set[Hashable]] = {}
-        self._news = asyncio.Event()
+        self._complete = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
         """Return the number of a new change that is sent to these peers."""
@@ -93,7 +93,7 @@ class Acknowledgements:
         missing = self._missing.get(number, set())
         missing.discard(peer)
         if not missing and self._missing.pop(number, None) is not None:
-            self._news.set()
+            self._complete.set()
 
     def exited(self, peer: Hashable) -> None:
         """Remove a peer that has exited from all changes."""
@@ -104,14 +104,14 @@ class Acknowledgements:
         """Return the peers that have not acknowledged a change."""
         return self._missing.get(number, set())
 
-    def know(self, number: int) -> bool:
+    def is_acknowledged(self, number: int) -> bool:
         """Return whether each live peer has acknowledged a change."""
         return number not in self._missing
 
-    async def news(self) -> None:
+    async def next_complete(self) -> None:
         """Wait until another change is acknowledged by all peers."""
-        self._news.clear()
-        await self._news.wait()
+        self._complete.clear()
+        await self._complete.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,8 @@ class ControlSocket:
             handler: The callback for messages that have no service.
         """
         self._enrolled[address] = _Peer(role, handler)
-        known = [item for item in self._unknown if item[0] == address]
-        for item in known:
+        until_acknowledged = [item for item in self._unknown if item[0] == address]
+        for item in until_acknowledged:
             self._unknown.remove(item)
             self._take(*item)
 
@@ -267,12 +267,12 @@ class ControlSocket:
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         """Announce a change, and wait until every live peer has acknowledged it."""
-        await self.known(self.announce(make, *roles))
+        await self.until_acknowledged(self.announce(make, *roles))
 
-    async def known(self, number: int) -> None:
+    async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
-        while not self.acknowledgements.know(number):
-            await self.acknowledgements.news()
+        while not self.acknowledgements.is_acknowledged(number):
+            await self.acknowledgements.next_complete()
 
     def flush(self) -> None:
         """Send the queued messages now, before the end of the loop's turn."""

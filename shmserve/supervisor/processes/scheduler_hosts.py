@@ -57,7 +57,7 @@ class _Host:
         self.names: frozenset[str] = frozenset()
         self.hosted: dict[int, HostedHandle] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.awaited = 0  # callers that are about to open a scheduler
+        self.pending_opens = 0  # callers that are about to open a scheduler
 
 
 class SchedulerHosts:
@@ -82,11 +82,11 @@ class SchedulerHosts:
             Unavailable: No process can host it.
         """
         host = await self._host(group)
-        host.awaited += 1
+        host.pending_opens += 1
         try:
             await either(host.ready, host.child.exited)
         finally:
-            host.awaited -= 1
+            host.pending_opens -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
         hosted = host.hosted[start.number] = HostedHandle(host, start.config.name, start.number)
@@ -99,9 +99,9 @@ class SchedulerHosts:
         host = hosted._host
         if len(group.names) == 1:
             return any(each.name not in group.names for each in host.hosted.values())
-        return self._known(group) not in (None, host)
+        return self._running_host(group) not in (None, host)
 
-    def _known(self, group: Group) -> _Host | None:
+    def _running_host(self, group: Group) -> _Host | None:
         if len(group.names) > 1:
             for host in self._hosts:
                 if host.child.alive and host.names & group.names:
@@ -112,10 +112,10 @@ class SchedulerHosts:
         """Return the process that hosts a group, or start one."""
         async with self._spawning:
             self._hosts = [host for host in self._hosts if host.child.alive]
-            known = self._known(group)
-            if known is not None:
-                known.names |= group.names
-                return known
+            existing = self._running_host(group)
+            if existing is not None:
+                existing.names |= group.names
+                return existing
             start = HostStart(group.title, self._run_dir, self._logging.settings)
             child = await self._zygote.spawn(group.title, _ENTRY, encode_start(start))
             host = _Host(child)
@@ -142,7 +142,7 @@ class SchedulerHosts:
         settle(hosted.closed, "")
         host.hosted.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
-        if host.hosted or host.awaited:
+        if host.hosted or host.pending_opens:
             return
         if host in self._hosts:
             self._hosts.remove(host)
@@ -151,4 +151,4 @@ class SchedulerHosts:
         self._control.send(host.child.pid, m.Stop())
         await either(host.child.exited, timeout_s=patience_s)
         host.child.kill()
-        await host.child.gone()
+        await host.child.until_exit()

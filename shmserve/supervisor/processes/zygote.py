@@ -43,7 +43,7 @@ from shmserve.ipc.processes import (
     renounce_privileges,
     signal_at_parents_death,
 )
-from shmserve.supervisor.host.run_directory import alone, clear
+from shmserve.supervisor.host.run_directory import clear, exclusive
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
     def supervisor_ended() -> None:
         # The lock protects another zygote that is clearing the directory from being killed.
-        with contextlib.suppress(OSError), alone(lock_fd):
+        with contextlib.suppress(OSError), exclusive(lock_fd):
             kill_marked(supervisor_pid, run_dir)
             clear(run_dir, lock_fd)
         os._exit(0)

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.regions.region import ExporterWatch, OpenRegion
 
 _FOLDER = "/dev/shm"
-LENT_KEY = "memfd"  # the key of a local client's memory in listings
+MEMFD_KEY = "memfd"  # the key of a local client's memory in listings
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class RegionQuota:
 
 @dataclass(eq=False)
 class HandleCheck:
-    """The check of CUDA handles by workers. `workers(device_id)` are the ready ones on a device."""
+    """The check of CUDA handles by workers: `_workers(device_id)` returns those of a device."""
 
     devices: int
     _workers: Callable[[int], list[int]]
@@ -345,7 +345,7 @@ class RegionOpener:
             raise
         return region
 
-    def take_lent(
+    def adopt_memory(
         self,
         name: str,
         shared: posix_shm.SharedObject,
@@ -358,12 +358,12 @@ class RegionOpener:
     ) -> OpenRegion:
         """Return the region of a local client's memory, without an id, and own its descriptor."""
         self._refuse_if_disabled()
-        owner = self._owner(peer, LENT_KEY, shared)
+        owner = self._owner(peer, MEMFD_KEY, shared)
         if sealed:  # the memory cannot be truncated, so it is mapped
             owner = replace(owner, copied=False)
         blocks = 0 if sealed else os.fstat(shared.fd).st_blocks
         region = OpenRegion(
-            *(name, LENT_KEY, 0, shared, 0, byte_size, owner),
+            *(name, MEMFD_KEY, 0, shared, 0, byte_size, owner),
             blocks=blocks,
             lessor=local_client,
             pinned=pin,
@@ -371,7 +371,7 @@ class RegionOpener:
         self._count(region, copied=owner.copied)
         return region
 
-    async def take_lent_cuda(
+    async def adopt_cuda(
         self, name: str, memory: Memory, peer: Peer, local_client: int
     ) -> OpenRegion:
         """Return the region of a local client's device memory, after a worker has checked it."""

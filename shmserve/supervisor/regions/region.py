@@ -172,7 +172,7 @@ class KeptRegions:
         """Wait until the service manager and the other server have received all changes."""
         await self._manager.flushed()
         if self._other is not None:
-            await self._other.settled()
+            await self._other.until_done()
 
     def restore(
         self, given: dict[str, list[int]], reopen: Callable[..., OpenRegion]

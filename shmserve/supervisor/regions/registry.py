@@ -192,8 +192,10 @@ class RegionRegistry:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
                 for region in self._kept.restore({kept_as: fds}, self._opener.reopen):
-                    if known := self._active.get(region.name):
-                        known.kept_as = max(known.kept_as, kept_as)  # as the other server does
+                    if existing := self._active.get(region.name):
+                        existing.kept_as = max(
+                            existing.kept_as, kept_as
+                        )  # as the other server does
                         self._opener.close(region)
                     else:
                         await self._activate(region)
@@ -252,19 +254,19 @@ class RegionRegistry:
         whole(byte_size, "byte_size")
         key = posix_shm.normal_key(name, key)
         async with self._turn:
-            known = self._active.get(name)
-            if known is not None:
-                if not known.owner.admits(peer):
+            existing = self._active.get(name)
+            if existing is not None:
+                if not existing.owner.admits(peer):
                     raise _taken(name)
-                if not known.orphaned:
-                    if not _is_same(known, key, offset, byte_size, pin):
+                if not existing.orphaned:
+                    if not _is_same(existing, key, offset, byte_size, pin):
                         raise _taken(name)
-                    return {"memory_id": known.memory_id}
+                    return {"memory_id": existing.memory_id}
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
             region.lessor = lessor
-            if known is not None:
+            if existing is not None:
                 logger.info("region replaced: the object behind its name was removed")
-                await self._withdraw(known, _REMOVED)
+                await self._withdraw(existing, _REMOVED)
             self._kept.add(region)
             await self._activate(region)
             return {"memory_id": region.memory_id}
@@ -296,25 +298,29 @@ class RegionRegistry:
         async with self._turn:
             if self._has_cuda(name, handle, offset, byte_size, peer):
                 return
-            known = self._active.get(name)
+            existing = self._active.get(name)
             region = self._opener.open_cuda(
                 *(name, memory_id, handle, offset, byte_size, peer),
                 exporter_pid,
                 self._exporter_exited,
             )
-            if known is not None:
-                await self._withdraw(known, _REMOVED)
+            if existing is not None:
+                await self._withdraw(existing, _REMOVED)
             await self._activate(region)
 
     def _has_cuda(
         self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
     ) -> bool:
         """Return whether `name` is this region. Raises AlreadyExists if it is another region."""
-        known = self._active.get(name)
-        if known is None or (known.orphaned and known.owner.admits(peer)):
+        existing = self._active.get(name)
+        if existing is None or (existing.orphaned and existing.owner.admits(peer)):
             return False
-        same = (known.cuda, known.offset, known.byte_size) == (handle, offset, byte_size)
-        if not same or not known.owner.admits(peer):
+        is_same = (existing.cuda, existing.offset, existing.byte_size) == (
+            handle,
+            offset,
+            byte_size,
+        )
+        if not is_same or not existing.owner.admits(peer):
             raise _taken(name)
         return True
 
@@ -382,13 +388,13 @@ class RegionRegistry:
         self.draining.close()
 
 
-def _is_same(known: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
-    registered = (known.key, known.offset, known.byte_size, known.pinned)
-    if known.shared is None or registered != (key, offset, byte_size, pin):
+def _is_same(existing: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
+    registered = (existing.key, existing.offset, existing.byte_size, existing.pinned)
+    if existing.shared is None or registered != (key, offset, byte_size, pin):
         return False
     now = posix_shm.open_object(key)
     os.close(now.fd)
-    return now.file == known.shared.file
+    return now.file == existing.shared.file
 
 
 def _taken(name: str) -> AlreadyExists:

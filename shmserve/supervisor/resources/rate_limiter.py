@@ -77,12 +77,12 @@ class _Waiting:
     ticket: Hashable
     instance: _Instance
     number: int
-    passed: int = 0  # grants of its resources to other instances
+    overtaken: int = 0  # grants of its resources to other instances
 
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Return the order of grants, smallest first."""
-        return self.passed < PATIENCE, self.instance.score, self.number
+        return self.overtaken < PATIENCE, self.instance.score, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -128,9 +128,9 @@ class RateLimiter:
                 The messages are Triton's.
         """
         needed = [item for needs in instances.values() for item in needs.resources.items()]
-        known = {*self._capacity, *(resource for resource, _ in needed)}
+        resources = {*self._capacity, *(resource for resource, _ in needed)}
         for resource, count in needed:
-            self._check(resource, count, known)
+            self._check(resource, count, resources)
         members = self._members.values()
         scores = [each.score for other in members for each in other.instances.values()]
         least = min(scores, default=0)
@@ -139,10 +139,10 @@ class RateLimiter:
             joined.instances[index] = _Instance(needs, -(-least // needs.priority))
         self._measure()
 
-    def _check(self, resource: Resource, count: int, known: set[Resource]) -> None:
+    def _check(self, resource: Resource, count: int, resources: set[Resource]) -> None:
         name, device = resource
-        for other, where in known:
-            if other == name and (where == GLOBAL) != (device == GLOBAL):
+        for other, other_device in resources:
+            if other == name and (other_device == GLOBAL) != (device == GLOBAL):
                 raise InvalidArgument(
                     f'Resource "{name}" is present as both global and device-specific resource in '
                     "the model configuration."
@@ -249,9 +249,9 @@ class RateLimiter:
 
     def are_blocked(self, member: Hashable, pids: Container[int]) -> bool:
         """Check whether no instance of a member can run while these processes hold tickets."""
-        holders = (each for other in self._members.values() for each in other.held.values())
+        instances = (each for other in self._members.values() for each in other.held.values())
         used: Counter[Resource] = Counter()
-        for instance in holders:
+        for instance in instances:
             if instance.pid in pids:
                 used.update(instance.needs.resources)
         found = self._members.get(member)
@@ -267,7 +267,7 @@ class RateLimiter:
             if kept.isdisjoint(needs) and self._fits(needs, self._used):
                 self._give(waiting)
                 granted.append((waiting.member, waiting.ticket))
-            elif waiting.passed >= PATIENCE:
+            elif waiting.overtaken >= PATIENCE:
                 kept.update(needs)
         return granted
 
@@ -284,7 +284,7 @@ class RateLimiter:
         self._members[waiting.member].held[waiting.ticket] = waiting.instance
         for other in self._waiting:
             if other.number < waiting.number or other.rank < waiting.rank:
-                other.passed += not needs.keys().isdisjoint(other.instance.needs.resources)
+                other.overtaken += not needs.keys().isdisjoint(other.instance.needs.resources)
 
 
 class Tickets:
@@ -343,8 +343,8 @@ class Tickets:
         if capacity != self._logged:
             self._logged = capacity
             for (name, device), count in sorted(capacity.items()):
-                where = "GLOBAL" if device == GLOBAL else device
-                logger.info("Device: %s Resource: %s\t Count: %d", where, name, count)
+                shown_device = "GLOBAL" if device == GLOBAL else device
+                logger.info("Device: %s Resource: %s\t Count: %d", shown_device, name, count)
 
     def exited(self, pid: int) -> None:
         """Release the tickets of the schedulers in a process that has exited."""
@@ -405,11 +405,11 @@ class CacheShares:
             self._members[member](ResizeCache(self.share))
 
     def remove(self, member: int) -> None:
-        """Remove a member, if it has joined, and send the others their shares."""
+        """Remove a member, if it has joined, and send the remaining members their shares."""
         if self._members.pop(member, None) is not None:
             self._send_all()
 
-    def _send_all(self, but: int = 0) -> None:
+    def _send_all(self, except_for: int = 0) -> None:
         for member, send in self._members.items():
-            if member != but:
+            if member != except_for:
                 send(ResizeCache(self.share))

@@ -118,7 +118,7 @@ class WorkspacePool:
 
     def drop(self, owner: int) -> list[GrantedLease]:
         """End all leases and requests of a process that has exited."""
-        for offset in [at for at, who in self._owners.items() if who == owner]:
+        for offset in [at for at, lessee in self._owners.items() if lessee == owner]:
             del self._owners[offset]
             self._free.free(offset)
         self._waiting = deque(each for each in self._waiting if each.owner != owner)
@@ -186,7 +186,7 @@ class Workspaces:
         pool.memory = memory
         self._send_granted(pool, pool.leases.open())
 
-    def lost(self, device: str) -> None:
+    def holder_exited(self, device: str) -> None:
         """Close a device's pool, whose holder has died, until it is `allocated` again."""
         self._pools[device].leases.close()
 

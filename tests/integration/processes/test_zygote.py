@@ -71,7 +71,7 @@ async def main():
     children.watch(lambda child: print(child in entered, child.exited.result()))
     with children.spawning():
         pid = os.posix_spawn("/bin/true", ["true"], {})
-        while pid not in children._early:
+        while pid not in children._early_exits:
             await asyncio.sleep(0.01)
         child = children.adopt(pid, "one")
     entered.append(child)
@@ -95,7 +95,7 @@ async def main():
     zygote.start()
     stay = "tests.integration.processes.test_zygote:stay"
     last = (await zygote.spawn("one", stay, b"")).pid
-    children._ended_lately.extend(range(last + 1, last + 20))
+    children._reserved_pids.extend(range(last + 1, last + 20))
     another = await zygote.spawn("another", stay, b"")
     known = lambda: {child.pid for child in children.all()}
     while set(processes.children(os.getpid())) != known():
@@ -138,9 +138,9 @@ async def main():
         for each in killed:
             each.kill()
         for each in killed:
-            await each.gone()
+            await each.until_exit()
         spawned = await zygote.spawn("one", "builtins:len", b"")
-        await spawned.gone()
+        await spawned.until_exit()
 
     zygote.start()
     for _ in range(40):
@@ -154,7 +154,7 @@ async def main():
     print(imported.read_text())
     rest = children.all()
     zygote.stop()
-    print([await each.gone() for each in rest])
+    print([await each.until_exit() for each in rest])
 
 asyncio.run(main())
 """

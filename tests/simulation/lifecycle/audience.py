@@ -102,8 +102,8 @@ class SimulatedAudience:
             self._send(each, peer, news, number)
         return number
 
-    def know(self, number: int) -> bool:
-        return self.acknowledgements.know(number)
+    def is_acknowledged(self, number: int) -> bool:
+        return self.acknowledgements.is_acknowledged(number)
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
         """Gateways are told; nobody waits for it."""

@@ -110,7 +110,7 @@ class SimulatedExecutor(LifecycleExecutor):
         total, model = version.instances.count + step, self.registry.model(version.spec.name)
         serves = model.serving.get(version.spec.version) is version and not model.orders
         serves = serves and version.ready and version.instances.all_serve
-        if serves and bounds is not None and bounds.least <= total <= bounds.most:
+        if serves and bounds is not None and bounds.minimum <= total <= bounds.maximum:
             self._does("resize", version, total)
             self.context.background(self._resize(version, total))
 

@@ -45,13 +45,13 @@ class RecordedLifecycle(Lifecycle):
         self._oracles.entered(order)
         return super()._enter(order)
 
-    def _look(self) -> None:
+    def _advance_all(self) -> None:
         self._oracles.looked()
-        super()._look()
+        super()._advance_all()
 
-    def _settle(self, order: Order, error: ShmserveError | None = None) -> None:
-        fresh, dropping = not order.settled, order.phase is OrderPhase.DROPPING
-        super()._settle(order, error)
+    def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
+        fresh, dropping = not order.finished, order.phase is OrderPhase.DROPPING
+        super()._finish(order, error)
         if fresh and error is None:
             self._oracles.succeeded(order)
         elif dropping:
@@ -124,7 +124,7 @@ class LifecycleOracles:
         self._answers[order] += 1
         if self._answers[order] > 1:
             self.broke(f"1: {self.title(order)} is answered twice")
-        if not order.settled:
+        if not order.finished:
             self.broke(f"1: {self.title(order)} is answered, and goes on")
         if order.error is not None and order.error.message == "internal error":
             self.broke(f"1: {self.title(order)} could not be followed")
@@ -361,7 +361,7 @@ class LifecycleOracles:
         if serving != {*executor.alive} or serving != {*executor.registry.live}:
             self.broke(f"5: {executor.alive} are alive, and {serving} serve")
         for model in executor.registry.models.values():
-            if model.orders or model.coming or model.dropping or model.retiring or model.draining:
+            if model.orders or model.incoming or model.dropping or model.retiring or model.draining:
                 self.broke(f"5: something of {model.name} goes on")
             self._check_last(model)
         for version in serving:

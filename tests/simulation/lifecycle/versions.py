@@ -18,7 +18,7 @@ def counts_of(config: ModelSpec) -> range:
     """Return the numbers of instances that a configuration allows."""
     bounds = bounds_of(config)
     if bounds is not None:
-        return range(bounds.least, bounds.most + 1)
+        return range(bounds.minimum, bounds.maximum + 1)
     count = sum(group["count"] for group in config.source["instance_group"])
     return range(count, count + 1)
 

@@ -31,16 +31,16 @@ def test_the_memory_that_the_nearest_limit_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     grouped(monkeypatch, tmp_path, "0::/slice/server")
-    assert host.memory_left() == 3 * GIB  # the host's
+    assert host.available_memory() == 3 * GIB  # the host's
     server, above = tmp_path / "slice" / "server", tmp_path / "slice"
     write(server, memory_max="max\n", memory_current=f"{GIB}\n", memory_stat="inactive_file 7\n")
-    assert host.memory_left() == 3 * GIB
+    assert host.available_memory() == 3 * GIB
     write(above, memory_max=f"{2 * GIB}\n", memory_current=f"{GIB}\n", memory_stat="anon 3\n")
-    assert host.memory_left() == GIB
+    assert host.available_memory() == GIB
     write(above, memory_stat="inactive_anon 1\ninactive_file 4096\n")
-    assert host.memory_left() == GIB + 4096
+    assert host.available_memory() == GIB + 4096
     write(server, memory_max=f"{GIB}\n")
-    assert host.memory_left() == 7
+    assert host.available_memory() == 7
     assert host.cgroup_limit("memory", "memory.max", "older") == GIB
 
 
@@ -51,9 +51,9 @@ def test_the_memory_of_a_controller_with_its_own_hierarchy(
     folder = tmp_path / "memory" / "server"
     write(folder, memory_limit_in_bytes=str(GIB), memory_usage_in_bytes=str(2 * GIB))
     write(folder, memory_stat="inactive_file 1\ntotal_inactive_file 2\n")
-    assert host.memory_left() == 0
+    assert host.available_memory() == 0
     write(folder, memory_usage_in_bytes=str(GIB // 2))
-    assert host.memory_left() == GIB // 2 + 1
+    assert host.available_memory() == GIB // 2 + 1
 
 
 def test_the_processors_that_a_quota_leaves(

@@ -96,18 +96,18 @@ async def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> N
 async def test_all_must_acknowledge_that_are_there() -> None:
     changes = Acknowledgements()
     number = changes.begin({1, 2, 3})
-    waiting = asyncio.ensure_future(changes.news())
+    waiting = asyncio.ensure_future(changes.next_complete())
     changes.acknowledged(1, number)
     changes.acknowledged(1, number)
     changes.exited(2)
     changes.acknowledged(4, number)
     changes.acknowledged(3, number + 1)
-    assert not changes.know(number)
+    assert not changes.is_acknowledged(number)
     await asyncio.sleep(0)
     changes.acknowledged(3, number)
-    assert changes.know(number)
+    assert changes.is_acknowledged(number)
     await waiting
-    assert changes.know(changes.begin(set()))
+    assert changes.is_acknowledged(changes.begin(set()))
 
 
 def test_what_all_know_is_not_kept() -> None:
@@ -117,4 +117,4 @@ def test_what_all_know_is_not_kept() -> None:
     changes.acknowledged(1, number)
     assert not changes._missing
     changes.acknowledged(1, number)
-    assert changes.know(number)
+    assert changes.is_acknowledged(number)

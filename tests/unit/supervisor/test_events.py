@@ -58,14 +58,14 @@ async def published(
 
 def test_what_subscribers_say() -> None:
     subscriptions = Subscriptions()
-    assert not subscriptions.follow("models")
+    assert not subscriptions.has_subscriber("models")
     assert subscriptions.update(b"\1mod") == ("mod", True)
-    assert subscriptions.follow("models") and not subscriptions.follow("health")
+    assert subscriptions.has_subscriber("models") and not subscriptions.has_subscriber("health")
     assert subscriptions.update(b"\1") == ("", True)
-    assert subscriptions.follow("health")
+    assert subscriptions.has_subscriber("health")
     assert subscriptions.update(b"\0") == ("", False)
     assert subscriptions.update(b"\0mod") == ("mod", False)
-    assert not subscriptions.follow("models")
+    assert not subscriptions.has_subscriber("models")
     assert subscriptions.update(b"\0never") == ("never", False)
 
 

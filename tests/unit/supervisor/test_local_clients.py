@@ -183,8 +183,8 @@ async def test_a_model_with_many_inputs_costs_nobody_the_connection(
         (news,) = await _told(there, 1, hello=False)
         assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
         there.send(frames.pack([Acknowledged(news.acknowledge)]))
-        while not known.know(number):
-            await known.news()
+        while not known.is_acknowledged(number):
+            await known.next_complete()
         models.insert(0, wide)
         later = stack.enter_context(come(folder))
         assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})

@@ -25,9 +25,9 @@ class Control:
         self.asked.put_nowait(make(number).acknowledge)
         return number
 
-    async def known(self, number: int) -> None:
-        while not self.acknowledgements.know(number):
-            await self.acknowledgements.news()
+    async def until_acknowledged(self, number: int) -> None:
+        while not self.acknowledgements.is_acknowledged(number):
+            await self.acknowledgements.next_complete()
 
     def answer(self, number: int, *peers: Hashable) -> None:
         for peer in peers:

@@ -82,7 +82,7 @@ def test_leases_of_memory_that_is_gone_come_back_to_nobody() -> None:
     workspaces.handle(10, ask(1, 2 * MB))
     workspaces.handle(11, ask(1, 2 * MB))
     assert told.granted() == [(10, 1, 77, 0)]
-    workspaces.lost(DEVICE)
+    workspaces.holder_exited(DEVICE)
     workspaces.handle(12, ask(5, MB))
     assert told.granted() == []
     workspaces.allocated(DEVICE, memory_of(78))

@@ -30,7 +30,7 @@ from shmserve.supervisor.checks import (
     table,
     warning,
 )
-from shmserve.supervisor.host.listeners import port_holders
+from shmserve.supervisor.host.listeners import port_users
 from tests.support.servers import run_command
 
 GB = 10**9
@@ -168,7 +168,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
-        found = {check.name: verdict for check, verdict in table.look(config(*flags, *where))}
+        found = {check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))}
     assert not [name for name, verdict in found.items() if "cannot be looked at" in verdict.found]
     assert found["packages"].state == found["HTTP parser"].state == OK
     assert str(fd_limits.attainable()) in found["open files"].found
@@ -183,7 +183,7 @@ def test_a_check_that_fails_says_so() -> None:
         raise OSError("no such file")
 
     check = table.HostCheck("broken", gather, lambda _: ok(""))
-    assert [verdict.found for _, verdict in table.look(config(), [check])] == [
+    assert [verdict.found for _, verdict in table.run_checks(config(), [check])] == [
         "cannot be looked at: no such file"
     ]
 
@@ -197,14 +197,14 @@ def test_a_start_tells_what_is_not_well(
     ]
     monkeypatch.setattr(table, "CHECKS", checks)
     with caplog.at_level(logging.WARNING):
-        table.look_at_start(config())
+        table.check_at_start(config())
     assert [each.getMessage() for each in caplog.records] == ["one: is little (have more)"]
 
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_limits, "attainable", lambda: 100)
     with pytest.raises(InvalidArgument, match="open files: a process may have 100, at least 256"):
-        table.look_at_start(config())
+        table.check_at_start(config())
 
 
 def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_exit_status_is_the_worst(
         table.HostCheck(name, state_is(each), verdict_of)
         for name, each in (("one", OK), ("two", state), ("three", OK))
     ]
-    monkeypatch.setattr(table.look, "__defaults__", (checks,))
+    monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))
     assert cli.main(["doctor", "--json"]) == status
     said = json.loads(capsys.readouterr().out)
     assert said["status"] == status
@@ -261,6 +261,6 @@ def test_a_program_holds_a_port() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as other:
         assert other.stdin and other.stdout
         port = int(other.stdout.readline())
-        assert [pid for pid, _ in port_holders(port)] == [other.pid]
+        assert [pid for pid, _ in port_users(port)] == [other.pid]
         other.communicate(b"\n")
-    assert port_holders(port) == []
+    assert port_users(port) == []

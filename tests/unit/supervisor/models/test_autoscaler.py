@@ -17,7 +17,7 @@ from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import autoscaler
 from shmserve.supervisor.models.autoscaler import (
-    LOOK_EVERY_S,
+    SAMPLE_EVERY_S,
     Autoscaler,
     Change,
     HostCapacity,
@@ -62,7 +62,7 @@ class Rig:
         self.autoscaler = Autoscaler(processes.context, registry)
         monkeypatch.setattr(processes.context.events, "publish", self.events.append)
         monkeypatch.setattr(self.version.scheduler, "send", self.told.append)
-        monkeypatch.setattr(ScalingPolicy, "look", lambda policy, load, count: self._want(count))
+        monkeypatch.setattr(ScalingPolicy, "sample", lambda policy, load, count: self._want(count))
 
     def _want(self, count: int) -> Change | None:
         step = (self.wanted > count) - (self.wanted < count)
@@ -70,7 +70,7 @@ class Rig:
 
     async def look(self, answers: bool = True) -> int:
         """Look once, and have the scheduler answer; how many instances there are then."""
-        self.autoscaler.look()
+        self.autoscaler.sample()
         asked = self.told.count(m.SnapshotStatistics())
         if answers and asked:
             self.version.scheduler._on_scheduler_message(
@@ -155,7 +155,7 @@ def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
         started = len(rig.processes.started)
         assert await rig.look() == 1
         assert len(rig.processes.started) == started
-        monkeypatch.setattr(autoscaler, "_AGAIN_S", 0)
+        monkeypatch.setattr(autoscaler, "_RETRY_S", 0)
         for watch in rig.autoscaler._watches.values():
             watch.not_before_s = 0
         assert await rig.look() == 2
@@ -169,7 +169,9 @@ def test_none_that_the_host_has_no_room_for(
 ) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 2
-        monkeypatch.setattr(HostCapacity, "lacks", lambda room, count: f"room for {count}")
+        monkeypatch.setattr(
+            HostCapacity, "missing_resources", lambda room, count: f"room for {count}"
+        )
         assert [await rig.look() for _ in range(3)] == [1, 1, 1]
         text = "model 'm' stays at 1 instances, though it is wanted: room for 2"
         assert caplog.text.count(text) == 1
@@ -195,7 +197,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
         assert (other.differs, other.added, other.removed) == (True, [], [])
         anew = rig.processes.version(spec)
         assert anew.instances.count == 1
-        anew.instances.begin_like(instances)
+        anew.instances.keep_count_of(instances)
         assert anew.instances.count == 3
         await anew.instances.complete_config()
         assert anew.instances.count == 3
@@ -222,15 +224,15 @@ def load(at_s: float, **more: Any) -> LoadSample:
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:
     """It knows how long an execution takes."""
-    policy.look(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
-    policy.look(load(0.1), 2)
+    policy.sample(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
+    policy.sample(load(0.1), 2)
     return policy
 
 
 def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> list[Change]:
     """The changes of looks at the same load, for so long."""
-    times = (0.2 + LOOK_EVERY_S * number for number in range(round(seconds / LOOK_EVERY_S)))
-    found = (policy.look(load(at_s, **more), count) for at_s in times)
+    times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
+    found = (policy.sample(load(at_s, **more), count) for at_s in times)
     return [change for change in found if change is not None]
 
 
@@ -238,14 +240,14 @@ def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
     """Ten that wait for two instances of 50 ms each wait for 250 ms."""
     queue = {"pending": 10, "busy": 2}
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
-    assert policy.look(load(0.2, **queue), 2) is None
-    assert policy.look(load(0.3, **queue), 2) == Change(
+    assert policy.sample(load(0.2, **queue), 2) is None
+    assert policy.sample(load(0.3, **queue), 2) == Change(
         3, "requests wait 250 ms, 150 ms are allowed"
     )
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
-    assert policy.look(load(0.2, **queue), 2) is None
-    assert policy.look(load(0.3), 2) is None  # it is gone
-    assert policy.look(load(0.4, **queue), 2) is None
+    assert policy.sample(load(0.2, **queue), 2) is None
+    assert policy.sample(load(0.3), 2) is None  # it is gone
+    assert policy.sample(load(0.4, **queue), 2) is None
     assert not looks(served(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
 
 
@@ -254,7 +256,7 @@ def test_not_while_the_queue_is_soon_gone() -> None:
         policy = served(ScalingPolicy(1, 4, target_s=0.2))
         for number in range(7):
             queue = load(0.2 + number / 10, pending=60 - fewer * number, busy=2)
-            change = policy.look(queue, 2)
+            change = policy.sample(queue, 2)
         return change
 
     assert last(fewer=1)
@@ -280,7 +282,7 @@ def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
     """Ten more were served, which waited for 100 ms each."""
     count = 100 + 10 * number
     counted = {"executed": count, "succeeded": count, "executions": count, "took_s": count / 20}
-    return policy.look(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
+    return policy.sample(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
 
 
 def test_an_execution_that_hangs_makes_wait() -> None:
@@ -313,15 +315,15 @@ def test_who_is_missed_soon_after_is_kept_for_longer() -> None:
     looks(policy, 21, 2)
     policy.changed(21.2, 2, 1)
     policy.changed(30.0, 1, 2)
-    found = [policy.look(load(30 + number / 10), 2) for number in range(450)]
+    found = [policy.sample(load(30 + number / 10), 2) for number in range(450)]
     first = next(number for number, change in enumerate(found) if change)
     assert first > 370
     assert found[first] == Change(1, "no more than 0.0 were busy for 40 s")
 
 
 def test_the_bounds_hold_whatever_it_was_before() -> None:
-    assert ScalingPolicy(2, 4).look(load(0.0), 1) == Change(2, "at least 2")
-    assert ScalingPolicy(2, 4).look(load(0.0), 6) == Change(5, "at most 4")
+    assert ScalingPolicy(2, 4).sample(load(0.0), 1) == Change(2, "at least 2")
+    assert ScalingPolicy(2, 4).sample(load(0.0), 6) == Change(5, "at most 4")
 
 
 states = st.builds(
@@ -338,7 +340,7 @@ def test_one_at_a_time_within_the_bounds(
     policy, count, done = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
     for number, (more, pending, ready, busy) in enumerate(found):
         done, at_s = done + more, number / 10
-        change = policy.look(
+        change = policy.sample(
             LoadSample(at_s, done, done, done / 50, done, done / 20, pending, ready, busy), count
         )
         if change is not None:
@@ -389,42 +391,42 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 def test_processors_for_all_of_them_at_work(times: dict[int, float]) -> None:
     """Instances that take two processors each while they execute, or less while they wait."""
     host = HostCapacity(processors=4)
-    host.look([1], 5.0, 0.0)
-    assert host.lacks(9) == ""  # nobody knows yet
+    host.sample([1], 5.0, 0.0)
+    assert host.missing_resources(9) == ""  # nobody knows yet
     times[1] += 2
-    host.look([1, 2], 6.0, 0.1)
-    assert host.lacks(2) == ""
-    assert host.lacks(3) == "4 processors, an instance at work takes 2"
+    host.sample([1, 2], 6.0, 0.1)
+    assert host.missing_resources(2) == ""
+    assert host.missing_resources(3) == "4 processors, an instance at work takes 2"
     for number in range(100):
         times[1] += 1
-        host.look([1, 2], 16.0 + 10 * number, 0.2)
-        assert bool(host.lacks(3)) == (number < 14)
+        host.sample([1, 2], 16.0 + 10 * number, 0.2)
+        assert bool(host.missing_resources(3)) == (number < 14)
 
 
 def test_none_where_all_processors_are_busy_and_it_needs_some(
     times: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = HostCapacity(processors=4)
-    host.look([1], 0.0, 0.0)
+    host.sample([1], 0.0, 0.0)
     times[1] += 1
     monkeypatch.setattr(CpuUtilization, "read", lambda meter: 0.97)
-    host.look([1], 1.0, 0.5)
-    assert host.lacks(2) == ""  # that was half a second ago
-    host.look([1], 1.0, 1.0)
-    assert host.lacks(2) == "the processors are busy for 97 % of the time"
+    host.sample([1], 1.0, 0.5)
+    assert host.missing_resources(2) == ""  # that was half a second ago
+    host.sample([1], 1.0, 1.0)
+    assert host.missing_resources(2) == "the processors are busy for 97 % of the time"
     idle = HostCapacity(processors=4)
-    idle.look([1], 0.0, 0.0)
-    idle.look([1], 1.0, 2.0)
-    assert idle.lacks(9) == ""
+    idle.sample([1], 0.0, 0.0)
+    idle.sample([1], 1.0, 2.0)
+    assert idle.missing_resources(9) == ""
 
 
 def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler, "private_bytes", {1: 100 * MIB, 2: 200 * MIB}.__getitem__)
     monkeypatch.setattr(autoscaler, "processor_s", lambda pid: 0.0)
     host = HostCapacity(processors=4)
-    host.look([1, 2], 0.0, 0.0)
+    host.sample([1, 2], 0.0, 0.0)
     monkeypatch.setattr(autoscaler, "memory_bytes", lambda: (1000 * MIB, 0))
-    monkeypatch.setattr(autoscaler, "memory_left", lambda: 251 * MIB)
-    assert host.lacks(3) == ""
-    monkeypatch.setattr(autoscaler, "memory_left", lambda: 249 * MIB)
-    assert host.lacks(3) == "249 MiB of memory are left, an instance takes 200 MiB"
+    monkeypatch.setattr(autoscaler, "available_memory", lambda: 251 * MIB)
+    assert host.missing_resources(3) == ""
+    monkeypatch.setattr(autoscaler, "available_memory", lambda: 249 * MIB)
+    assert host.missing_resources(3) == "249 MiB of memory are left, an instance takes 200 MiB"

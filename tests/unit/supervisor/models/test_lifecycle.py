@@ -47,7 +47,7 @@ def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
     load = rig.lifecycle.load("m")
     rig.happen("read", "start")
     new: Any
-    (new,) = model.coming.values()
+    (new,) = model.incoming.values()
     new.ready = False
     rig.happen("known")
     assert model.serving == {"1": old} and model.shown == {"1": new}
@@ -60,7 +60,7 @@ def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
     load = rig.lifecycle.load("m")
     rig.happen("read", "start")
     broken: Any
-    (broken,) = model.coming.values()
+    (broken,) = model.incoming.values()
     broken.ready = False
     broken.problem = "it broke"
     broken.changed()

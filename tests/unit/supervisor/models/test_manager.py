@@ -152,7 +152,7 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
 
     repository.reading = read
     for _ in range(3):
-        await poller.follow("m", present=True)
+        await poller.update("m", present=True)
     await served.stop()
     await processes.end()
     assert len(readings) == 2
@@ -216,7 +216,7 @@ class Gateway:
         self.told.append(news)
         return self.number
 
-    def know(self, number: int) -> bool:
+    def is_acknowledged(self, number: int) -> bool:
         """Whether it has said so."""
         return number <= self.known
 
@@ -259,10 +259,10 @@ def test_it_is_known_when_the_last_of_it_is() -> None:
     gateway, publications = Gateway(), Publications()
     publications.update(gateway, "m", {"1": ONE, "2": TWO}, [])
     gateway.known = 1
-    assert not publications.known(gateway, "m")
+    assert not publications.are_acknowledged(gateway, "m")
     gateway.known = 2
     publications.update(gateway, "m", {"1": ONE, "2": replace(TWO, ready=False)}, [])
-    assert publications.known(gateway, "m")
+    assert publications.are_acknowledged(gateway, "m")
     publications.update(gateway, "m", {"2": TWO}, [])
-    assert not publications.known(gateway, "m")
-    assert publications.known(gateway, "other")
+    assert not publications.are_acknowledged(gateway, "m")
+    assert publications.are_acknowledged(gateway, "other")

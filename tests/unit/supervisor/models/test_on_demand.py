@@ -28,7 +28,7 @@ def residents(draw: st.DrawFn) -> list[Resident]:
             name,
             byte_size=draw(st.integers(0, 5)),
             used_ns=draw(st.integers(0, 9)),
-            held=draw(st.booleans()),
+            must_stay=draw(st.booleans()),
             idle_ns=draw(st.sampled_from([0, 0, 4])),
             users=draw(st.frozensets(st.sampled_from(names[:memory_range]), max_size=1))
             if memory_range
@@ -46,7 +46,7 @@ def test_nobody_leaves_who_stays_or_is_needed(models: list[Resident], bound: int
     by_name = {each.name: each for each in models}
     gone: set[str] = set()
     for name in to_unload(models, bound, 10):
-        assert not by_name[name].held
+        assert not by_name[name].must_stay
         assert by_name[name].users <= gone
         gone.add(name)
 
@@ -66,7 +66,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         return 0 < each.idle_ns <= 10 - each.used_ns
 
     def free() -> list[Resident]:
-        return [each for each in here.values() if not each.held and each.users <= gone]
+        return [each for each in here.values() if not each.must_stay and each.users <= gone]
 
     for name in names:
         assert over() or idle(here[name])

@@ -206,7 +206,7 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
         await server.load("e")
         server.hanging = True
         load = asyncio.ensure_future(server.load("f"))
-        await until_async(lambda: server.registry.model("t").coming)
+        await until_async(lambda: server.registry.model("t").incoming)
         unload = asyncio.ensure_future(server.unload("s"))
         await as_far_as_they_come()
         assert not (load.done() or unload.done())
@@ -296,7 +296,7 @@ def test_a_circle_with_what_serves_until_a_load_is_over_is_refused() -> None:
         await server.load("b")
         server.hanging = True
         load = asyncio.ensure_future(server.load("b", ["t"], "on t"))
-        await until_async(lambda: server.registry.model("t").coming)
+        await until_async(lambda: server.registry.model("t").incoming)
         with pytest.raises(InvalidArgument, match="a -> b -> a"):
             await server.load("a", ["b"], "on b")
         server.load_held()
@@ -413,7 +413,7 @@ def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
         server.deaf = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
         await until_async(lambda: server.registry.model("s").offered)
-        (version,) = server.registry.model("s").coming.values()
+        (version,) = server.registry.model("s").incoming.values()
         for _ in range(10):
             (instance,) = version.instances._all
             instance.backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
@@ -438,19 +438,19 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
         server = Server(s=[])
         server.at_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
-            await server.poller.follow("s", True)
+            await server.poller.update("s", True)
         server.at_start = lambda child: None
-        await server.poller.follow("s", True)
+        await server.poller.update("s", True)
         assert server.state("s") == ("READY", "")
         before = len(server.started)
-        await server.poller.follow("s", True)
+        await server.poller.update("s", True)
         assert len(server.started) == before
         server.at_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
             await server.load("s", [], "by a request")
         server.registry.model("s").serving.clear()
         server.at_start = lambda child: None
-        await server.poller.follow("s", True)
+        await server.poller.update("s", True)
         assert server.state("s") == ("READY", "")
         assert server.poller._retries == {}
         await server.end()
@@ -575,7 +575,7 @@ def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(
         server = Server(s=[], e=["s"], f=["s"])
         server.hanging = True
         load = asyncio.ensure_future(server.load("e"))
-        await until_async(lambda: server.registry.model("s").coming)
+        await until_async(lambda: server.registry.model("s").incoming)
         more = [asyncio.ensure_future(server.load(name)) for name in others]
         await as_far_as_they_come()
         await server.unload("e")

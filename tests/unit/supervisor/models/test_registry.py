@@ -65,18 +65,18 @@ TABLE = [
     (serving(Version()), "READY", "", True),
     (serving(Version(ready=False)), "LOADING", RESTARTING, False),
     (serving(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
-    (serving(Version(), coming={"1": Version(ready=False)}), "READY", "", True),
+    (serving(Version(), incoming={"1": Version(ready=False)}), "READY", "", True),
     (serving(Version(), retiring=leaving()), "READY", "", True),
     (serving(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
-    (model(coming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
-    (offered(model(coming={"1": Version()})), "LOADING", "", False),
+    (model(incoming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
+    (offered(model(incoming={"1": Version()})), "LOADING", "", False),
     (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
     (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
     (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
     (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
     (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
     (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
-    (model(on_demand=True, coming={"1": Version()}), "LOADING", "", True),
+    (model(on_demand=True, incoming={"1": Version()}), "LOADING", "", True),
     (serving(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
 ]
 
@@ -106,13 +106,13 @@ def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
 
 
 def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:
-    facts = offered(serving(Version(), coming={"1": Version(ready=False)}))
+    facts = offered(serving(Version(), incoming={"1": Version(ready=False)}))
     assert statuses(facts) == {"1": ("LOADING", RESTARTING)}
 
 
 PROGRESS = [
     (model(), "loading"),
-    (offered(model(coming={"1": Version()})), "loading"),
+    (offered(model(incoming={"1": Version()})), "loading"),
     (serving(Version()), "ready"),
     (serving(Version(ready=False)), "loading"),
     (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
