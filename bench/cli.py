@@ -22,7 +22,11 @@ _PEERS = "~/.cache/shmserve-peers"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, 1 when a measurement failed, 2 for wrong arguments."""
+    """Run the benchmark.
+
+    Returns:
+        0: success. 1: a measurement failed. 2: invalid arguments.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["compare"]:
         return _compare(arguments[1:])

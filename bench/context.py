@@ -60,7 +60,7 @@ class Context:
             return None
 
     def find_analyzer(self) -> Analyzer | None:
-        """Triton's load generator, where there is one; `analyzer` from then on."""
+        """Find Triton's load generator and set `analyzer` to it; None if it is not installed."""
         try:
             analyzer = find_analyzer(self.settings.peer)
         except Missing as missing:
@@ -71,6 +71,6 @@ class Context:
         return analyzer
 
     def skip(self, what: str, why: str, *, failed: bool = False) -> None:
-        """Something is not measured; `failed`: it should have been."""
+        """Record a figure that is not measured; `failed`: its measurement failed."""
         self.results.not_run.append(NotRun(what, why, failed))
         self.say(f"{what}: not measured: {why}")

@@ -127,7 +127,7 @@ def _used(connection: Connection) -> Connection:
 
 
 def _latencies(asking: list[Connection]) -> list[float]:
-    """Milliseconds of requests, one a second on each connection, spread over the second."""
+    """Return the milliseconds of requests, one per second on each connection."""
     by_fd = {each.sock: each for each in asking}
     sent: dict[socket.socket, float] = {}
     found = []
@@ -161,7 +161,7 @@ def _shown(latencies: list[float]) -> str:
 
 
 def regions(count: int) -> None:
-    """Registered one after the other, of a page each."""
+    """Register `count` regions of one page, one after the other."""
     flags = (f"--shm-max-regions={count}", f"--shm-max-regions-per-uid={count}")
     names = [f"bench-large-{os.getpid()}-{number}" for number in range(count)]
     try:
@@ -210,7 +210,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 
 def models(count: int) -> None:
-    """Copies of one; started with one of them, with half and with all."""
+    """Measure servers with copies of one model: one copy, half of them, and all."""
     with tempfile.TemporaryDirectory(prefix="bench-large-") as folder:
         named = [_copy(Path(folder), number) for number in range(count)]
         lone = 0.0

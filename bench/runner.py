@@ -87,7 +87,7 @@ class Runner:
         return self.results
 
     def _run_load(self, case: LoadCase, analyzer: Analyzer) -> None:
-        """Both servers up, one of them under load at a time, taking turns at going first."""
+        """Measure a load on both servers in turns; both run, and they take turns at being first."""
         row = Row(case.figure, {}, {})
         with ExitStack() as started:
             servers = self._start(case, started)

@@ -164,7 +164,7 @@ def _draw(all_curves: dict[str, list[Point]], path: Path) -> None:
 
 
 def main() -> int:
-    """Exit status 2 where perf_analyzer is missing."""
+    """Run the comparison; exit status 2 if perf_analyzer is missing."""
     parser = argparse.ArgumentParser(prog="python -m bench.strategies", description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of load for a sample (2)")
     parser.add_argument("--repeats", type=int, default=3, help="samples of a point (3)")

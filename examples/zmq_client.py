@@ -45,13 +45,13 @@ def main() -> None:
 
 
 def packed(*message: Any) -> bytes:
-    """A message: its name and its fields, behind the version."""
+    """Return an encoded message: the version, the message's name and its fields."""
     frame: bytes = msgpack.packb([VERSION, message])
     return frame
 
 
 def introduced(listener: socket.socket) -> tuple[int, str, str]:
-    """Our number and token, and where the scheduler of the model is."""
+    """Return this client's number and token, and the endpoint of the model's scheduler."""
     number, token, endpoint = 0, "", ""
     while True:
         packet = listener.recv(4 << 20)
@@ -72,7 +72,7 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
 
 
 def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[int]]:
-    """One request: the tensors travel in the message, and so do those of the response."""
+    """Send one request whose tensors are inside the messages, and return the response."""
     described = [[name, "INT32", [1, len(values)]] for name, values in inputs.items()]
     schema = msgpack.packb([described, [], {}])  # all outputs, no parameters
     data = [
@@ -93,7 +93,7 @@ def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[i
 
 
 def numbers(data: bytes) -> list[int]:
-    """The elements of an INT32 tensor."""
+    """Return the elements of an INT32 tensor."""
     return memoryview(data).cast("i").tolist()
 
 

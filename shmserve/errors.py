@@ -34,8 +34,19 @@ T = TypeVar("T")
 class ShmserveError(Exception):
     """The base class of all errors that are sent to another process or to a client.
 
-    The client receives `message`. An error with `server_fault`, of the server or a model, is
-    logged. `traceparent` is the W3C trace context of the span in which it occurred, or "".
+        try:
+            server.infer("blurr", image=image)
+        except shmserve.client.NotFound as error:
+            print(error.code, error.status)
+        # NOT_FOUND 404
+
+    Attributes:
+        message: The text for the client.
+        code: The error code: "INVALID_ARG", "NOT_FOUND" and so on.
+        status: The HTTP status.
+        title: The name of the error in logs.
+        server_fault: Whether the server or a model failed; such an error is logged.
+        traceparent: The W3C trace context of the span in which the error occurred, or "".
     """
 
     code = "INTERNAL"
@@ -122,7 +133,11 @@ class Unavailable(ShmserveError):
 
 
 class QueueFull(Unavailable):
-    """The bounded queue of a model is full; the client may retry after `retry_after_s` seconds."""
+    """The bounded queue of a model is full.
+
+    Attributes:
+        retry_after_s: Seconds after which the client may retry.
+    """
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)

@@ -12,6 +12,9 @@
 dimension; -1 is a dimension of any size. With `numpy.ndarray` instead of `Tensor` it is passed as a
 numpy array. A type checker sees the array type.
 
+The datatypes are BOOL, UINT8 to UINT64, INT8 to INT64, FP16, FP32, FP64, BF16 and BYTES. BF16 is
+torch.bfloat16, or the bit patterns as uint16 in numpy. BYTES is a numpy array of bytes objects.
+
 Optional attributes and methods of the class besides `predict`:
 
     max_batch_size = 32         the maximum number of rows in a batch; 0: no batch dimension
@@ -72,9 +75,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """The annotated type of a tensor: its protocol datatype and dimensions.
+    """The metadata of a tensor annotation, which `FP32[Tensor, 1, 8, 8]` and the like create.
 
-    `dims` exclude the batch dimension; -1 is any size.
+    Attributes:
+        datatype: The datatype of the protocol: "FP32", "BYTES" and so on.
+        dims: The dimensions without the batch dimension; -1 is a dimension of any size.
     """
 
     datatype: str
@@ -154,9 +159,18 @@ def _no_workspace(byte_size: int) -> Lease:
 class Context:
     """The argument of a model's `load(self, context)`.
 
-    `device` is torch's name of the instance's device ("cpu", "cuda:0"), and `directory` the folder
-    of the model's file. `parameters` are the strings in the configuration's `parameters`, and those
-    of `shmserve serve FILE.py:CLASS --set NAME=VALUE`.
+        def load(self, context):
+            self.context = context
+            self.weights = torch.load(context.directory / "weights.pt", map_location=context.device)
+
+    Attributes:
+        name: The model's name.
+        version: The model's version.
+        device: The instance's device by torch's name: "cpu" or "cuda:0".
+        directory: The folder of the model's file.
+        parameters: The strings in the configuration's `parameters`, and those of
+            `shmserve serve FILE.py:CLASS --set NAME=VALUE`.
+        lease: The function that `workspace` calls; the server sets it.
     """
 
     name: str
@@ -180,15 +194,25 @@ class Context:
         Args:
             byte_size: The size in bytes.
 
+        Returns:
+            A context manager that gives the buffer, a tensor of shape [byte_size].
+
         Raises:
+            RuntimeError: No server runs the model.
             ShmserveError: The server has no pool (`--workspace-byte-size`), or a smaller one.
         """
         return self.lease(byte_size)
 
     @property
     def cancelled(self) -> bool:
-        """Return whether the request is cancelled whose responses are being yielded.
+        """Check whether the request was cancelled whose responses `predict` yields.
 
-        This is always False outside of a `predict` that yields, and in other threads and tasks.
+            for token in tokens:
+                if self.context.cancelled:
+                    return
+                yield token
+
+        The result is always False outside of a `predict` that yields, and in other threads and
+        tasks.
         """
         return IS_CANCELLED.get()()

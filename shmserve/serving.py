@@ -40,12 +40,12 @@ _INSIDE = "SHMSERVE_IN_SERVER"
 
 
 class LocalServer(sync.Server):
-    """The client of a server that `serve` has started.
+    """The client of a server that `serve` has started: a `shmserve.client.Server`.
 
     Attributes:
-        url: The URL of its HTTP listener.
-        run_dir: Its run directory, for `shmserve.client.connect` in other processes.
-        log: The file of its log.
+        url: The URL of the server's HTTP listener.
+        run_dir: The server's run directory, for `shmserve.client.connect` in other processes.
+        log: The path of the server's log.
     """
 
     url: str
@@ -59,6 +59,13 @@ def serve(
 ) -> Iterator[LocalServer]:
     """Run a server in a `with` block, which is entered once all models are ready.
 
+        class Double:
+            def predict(self, x: FP32[np.ndarray, -1]) -> FP32[np.ndarray, -1]:
+                return 2 * x
+        with shmserve.serve(Double) as server:
+            print(server.infer("double", x=[[1, 2, 3]])["output"])
+        # [[2. 4. 6.]]
+
     Args:
         models: A class with `predict`, "path/model.py:Class", a model repository, the folder of a
             model, or a list of these. Of a class in a script or a notebook, the server receives
@@ -66,12 +73,13 @@ def serve(
         port: The port of HTTP; 0 chooses a free one.
         timeout: Seconds until all models must be ready.
         token: The token of the client, if the server has `auth_token_file`.
-        flags: Flags of `shmserve serve` with underscores: `allow_grpc=True`.
+        **flags: Flags of `shmserve serve` with underscores: `allow_grpc=True`.
 
     Yields:
         The client, which also has the attributes `url`, `run_dir` and `log`.
 
     Raises:
+        InvalidArgument: An argument is invalid, or the source of a class cannot be found.
         ShmserveError: The error of a model that could not be loaded.
         Unavailable: The server did not become ready in time.
     """

@@ -1,4 +1,6 @@
-"""A fixture of pytest for tests of models: `from shmserve.testing import serve_model`.
+"""A fixture of pytest for tests of models.
+
+from shmserve.testing import serve_model
 
 def test_blur(serve_model):
     server = serve_model(Blur)
@@ -20,9 +22,15 @@ __all__ = ["serve_model"]
 
 @pytest.fixture
 def serve_model() -> Iterator[Callable[..., LocalServer]]:
-    """Return a function with the arguments of `shmserve.serve`.
+    """Yield a function that starts a server; its servers end with the test.
 
-    The servers that it starts end with the test.
+        def test_blur(serve_model):
+            server = serve_model(Blur, timeout=30)
+            assert server.infer("blur", image=x)["output"].shape == x.shape
+
+    Yields:
+        A function with the arguments and errors of `shmserve.serve`, which returns the client
+        (`LocalServer`) once all models are ready.
     """
     with contextlib.ExitStack() as stack:
 

@@ -28,7 +28,7 @@ _COPIES = 60
 
 
 def memcpy_sample() -> float:
-    """Median µs of one memcpy of 16 MiB between two shared mappings, both already touched."""
+    """Return the median µs of one memcpy of 16 MiB between two touched shared mappings."""
     with mmap.mmap(-1, _SIZE) as source, mmap.mmap(-1, _SIZE) as target:
         source.write(b"\1" * _SIZE)
         target.write(b"\2" * _SIZE)
@@ -63,7 +63,7 @@ class NativeCase:
 
     @property
     def column(self) -> str:
-        """perf_analyzer's column for this figure."""
+        """Return perf_analyzer's column for this figure."""
         return THROUGHPUT if self.in_flight > 1 else P50
 
 
@@ -121,7 +121,7 @@ NATIVE = (
 
 
 def run(case: NativeCase, context: Context) -> Row:
-    """Samples of both, taking turns. Raises what the failure of either raises."""
+    """Return samples of both servers, measured in turns. Raises the error of either load."""
     row = Row(case.figure, {})
     analyzer = context.analyzer if case.peer is not None else None
     with ExitStack() as started:

@@ -38,7 +38,7 @@ class Measure(Protocol):
     def __call__(
         self, product: Product, model: Path, repeats: int, notes: list[str], /
     ) -> Measured:
-        """Starts the server, measures, stops it; raises what the server's failure raises."""
+        """Start the server, measure it, and stop it. Raises the error of the server."""
 
 
 _EXPLICIT = ("--model-control-mode=explicit",)
@@ -52,7 +52,7 @@ _DELAY_REQUESTS = 300
 
 
 def startup(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
-    """Seconds from starting the server's process to its first ready response, with one model."""
+    """Return the seconds from the start of the server's process to its first ready response."""
     times = []
     for _ in range(repeats):
         with running(product, [model], notes=notes) as server:
@@ -150,7 +150,7 @@ def _window(server: Server) -> tuple[float, float]:
 
 
 def _load(client: Client, config: dict[str, Any], count: int) -> float:
-    """Milliseconds to load the model with that many instances."""
+    """Return the milliseconds of loading the model with `count` instances."""
     groups = [group | {"count": count} for group in config["instance_group"]]
     override = json.dumps(config | {"instance_group": groups})
     started = time.perf_counter()
@@ -170,7 +170,7 @@ def _unload(server: Server, client: Client, model: str, empty: int) -> None:
 
 
 def _use(server: Server, model: str, instances: int) -> None:
-    """Requests enough, at once, that every instance has run the model."""
+    """Send enough concurrent requests that every instance has run the model."""
 
     def some(_: int) -> None:
         with server.client() as client:

@@ -79,7 +79,7 @@ STREAMS = (
 
 
 def run(case: StreamCase, context: Context) -> list[Row]:
-    """Samples of both, taking turns. Raises what the failure of either raises."""
+    """Return samples of both servers, measured in turns. Raises the error of either load."""
     rows = [Row(figure, {}) for figure in case.figures]
     with ExitStack() as started:
         servers: list[Server] = []

@@ -150,7 +150,7 @@ LOADS = (
 
 
 def _dynamic(batch: int) -> LoadCase:
-    """Twenty clients of the dynamic batcher, each with requests of so many rows."""
+    """Return a case of the dynamic batcher: twenty clients with requests of `batch` rows."""
     title = f"simple, 20 in flight, {batch} a request"
     throughput = Figure(f"dynamic-{batch}", title, "infer/s", "higher", Target("ratio", 1.0, 1.5))
     tail = Figure(

@@ -88,7 +88,7 @@ def _collector() -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Do nothing: requests are not logged."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
         threading.Thread(target=server.serve_forever).start()

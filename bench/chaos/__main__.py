@@ -130,7 +130,7 @@ def _run(
 
 
 def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
-    """Faults, one after the other, under load."""
+    """Inject faults under load, one after the other."""
     ledger = stage.ledger
     end = time.monotonic() + seconds
     with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
@@ -173,7 +173,7 @@ def _at(values: Sequence[float], percent: int) -> str:
 
 
 def _in_private_shm(arguments: Sequence[str]) -> None:
-    """Go on in a mount namespace whose /dev/shm is this run's own, where that is possible."""
+    """Re-execute in a mount namespace with a /dev/shm of its own, if that is permitted."""
     mount = f"mount -t tmpfs -o size={_SHM_BYTES} chaos /dev/shm"
     inside = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
     if _PRIVATE in os.environ or shutil.which("unshare") is None:

@@ -133,7 +133,7 @@ def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
 
 
 def _leak(stage: Stage) -> None:
-    """Exceed the memory of the control group by a model. Only its process may be killed."""
+    """Let a model exceed the memory of its control group. Only its process may be killed."""
     if stage.host.cgroup is None:
         return
     limit = stage.host.cgroup / "memory.limit_in_bytes"

@@ -72,7 +72,7 @@ ALLOWED = (
 
 
 def is_allowed(fault: str, load: str, error: str) -> str:
-    """Why an error may come under a fault; empty where it may not."""
+    """Return the reason why an error is allowed under a fault, or "" if it is not."""
     for rule in ALLOWED:
         concerned = re.match(rule.fault, fault) and re.match(rule.load, load)
         if concerned and re.search(rule.error, error):
@@ -135,7 +135,7 @@ class Ledger:
         self.events.append(f"{time.monotonic() - self.began:9.3f}  {text}")
 
     def fail(self, text: str) -> None:
-        """Something that must not be."""
+        """Record a failure of the run."""
         with self._news:
             self.note(f"FAILURE {text}")
             self.failures.append(text)

@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 def expect(found: Any, wanted: Any) -> None:
-    """Raises Wrong."""
+    """Check a response. Raises Wrong if it has other values."""
     if not np.array_equal(found, wanted):
         raise Wrong(f"got {found!r:.300}, wanted {wanted!r:.300}")
 
@@ -145,7 +145,7 @@ Door = Callable[[Server], AbstractContextManager[Infer]]
 
 
 def sums(door: Door, model: str = "simple") -> Open:
-    """INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
+    """Send requests for INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -350,7 +350,7 @@ def _own_fault() -> Iterator[None]:
 
 @contextmanager
 def in_place(server: Server, rng: random.Random) -> Iterator[Ask]:
-    """Through memory that the native client shares."""
+    """Send requests whose tensors are in memory of the native client."""
 
     def ask() -> None:
         given["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
@@ -366,7 +366,7 @@ def in_place(server: Server, rng: random.Random) -> Iterator[Ask]:
 
 @contextmanager
 def vanishing(server: Server, rng: random.Random) -> Iterator[Ask]:
-    """Leaves in the middle of its request, or before the answer."""
+    """Disconnect in the middle of a request, or before its response."""
     body = json.dumps(
         {"inputs": [json_input(f"INPUT{n}", np.ones((1, 16), np.int32)) for n in (0, 1)]}
     )

@@ -34,7 +34,7 @@ class Measured:
 
     @staticmethod
     def of(server: Server) -> Measured:
-        """Now."""
+        """Return the state of the server now."""
         threads: Counter[str] = Counter()
         for process in server.tree():
             with contextlib.suppress(OSError):

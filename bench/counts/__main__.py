@@ -56,7 +56,7 @@ class CountedShmserve(Shmserve):
     """This checkout, with counters in its processes, which write to `COUNTS_DIR`."""
 
     def environment(self) -> dict[str, str]:
-        """Ours, with the hook."""
+        """Return this process's environment with the hook."""
         path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
         return {**os.environ, "PYTHONPATH": path}
 
@@ -141,7 +141,7 @@ def _post(path: str, body: object) -> bytes:
 
 
 def _simple() -> list[bytes]:
-    """Requests that differ in their numbers, all of one length."""
+    """Return requests of equal length with different numbers."""
     return [
         _post(
             "/v2/models/simple/infer",
@@ -158,7 +158,7 @@ def _simple() -> list[bytes]:
 
 @contextlib.contextmanager
 def _placed(server: Server) -> Iterator[list[bytes]]:
-    """Requests with input and output in one region."""
+    """Yield requests whose input and output are in one region."""
     memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _PLACE)
     try:
         with server.client() as client:

@@ -172,7 +172,7 @@ class Honest:
 
 
 def rate(clients: dict[socket.socket, Honest], seconds: float) -> float:
-    """Calls in a second of all clients."""
+    """Return the calls per second of all clients."""
     began = time.perf_counter()
     done = 0
     while (took := time.perf_counter() - began) < seconds:

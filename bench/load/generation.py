@@ -72,7 +72,7 @@ class Generating:
         )
 
     def prefill(self) -> float:
-        """Compute all prompts, one a step; seconds."""
+        """Compute all prompts, one per step, and return the seconds that this took."""
         began = time.thread_time()
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
@@ -81,7 +81,7 @@ class Generating:
         return time.thread_time() - began
 
     def decode(self) -> list[float]:
-        """Compute what follows, of all prompts together; seconds of each step."""
+        """Decode after all prompts together, and return the seconds of each step."""
         took: list[float] = []
         for place in range(1, NEW):
             rows = [
@@ -130,7 +130,7 @@ def median_ms(call: Callable[[], None], times: int) -> float:
 
 
 def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
-    """Medians over the rounds: of a step, of its floor, and tokens per second of the whole."""
+    """Return medians over the rounds: the time of a step, of its floor, and tokens per second."""
     steps: list[float] = []
     prompts: list[float] = []
     floors: list[float] = []

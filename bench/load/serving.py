@@ -99,7 +99,7 @@ class Serving:
         return key
 
     def step(self) -> bool:
-        """Plan and compute one step; whether there was any."""
+        """Plan and compute one step; return whether there was one."""
         began, wall = time.thread_time(), time.perf_counter()
         self._steps += 1
         step = self._engine.plan(self._steps)
@@ -115,7 +115,7 @@ class Serving:
         return True
 
     def run(self) -> float:
-        """Until all have ended; the seconds it took."""
+        """Run until all generations have ended, and return the seconds that this took."""
         began = self.clock
         while self.step():
             pass
@@ -134,7 +134,7 @@ def _scaled(stepped: Stepped, share: float) -> Stepped:
 
 
 def prompt(size: int = PROMPT) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     return list(map(int, torch.randint(3, SIZES["vocab_size"], (size,))))
 
 
@@ -291,7 +291,7 @@ def _pair(agrees: bool) -> tuple[Transformer, Transformer]:
 
 
 def int8(rounds: int) -> dict[str, Any]:
-    """8-bit weights beside those of 32."""
+    """Compare 8-bit weights with 32-bit weights."""
 
     def load(kind: str, rows: int) -> float:
         served = Serving(model(kind))

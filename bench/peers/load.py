@@ -31,7 +31,7 @@ class _Connection:
         return len(self.unsent) > 0
 
     def receive(self) -> bool:
-        """Receive; return whether the response is complete."""
+        """Read from the socket; return whether the response is complete."""
         chunk = self.socket.recv(1 << 16)
         self.received += chunk
         head, end, body = self.received.partition(b"\r\n\r\n")

@@ -35,7 +35,7 @@ def render(results: Results) -> str:
 
 
 def compare(before: Results, after: Results) -> str:
-    """Each figure in both results, and its ratio to Triton in each; ends in a newline."""
+    """Return the figures of both results and their ratios to Triton, as text."""
     head = ("case", "unit", "A", "B", "B / A", "", "A / Triton", "B / Triton")
     known = {row.figure.name: row for row in before.rows}
     rows = [_change(known[r.figure.name], r) for r in after.rows if r.figure.name in known]
@@ -47,7 +47,7 @@ def compare(before: Results, after: Results) -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns as wide as their widest cell; the first two to the left, numbers to the right."""
+    """Return a table; the first two columns are left-aligned, numbers are right-aligned."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -89,7 +89,7 @@ def _span(found: Spread | None) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits at least, no more decimals than that needs."""
+    """Return a number with at least three significant digits, and no needless decimals."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 

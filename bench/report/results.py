@@ -64,7 +64,7 @@ class Row:
     details: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     def of(self, server: str) -> Spread | None:
-        """Median and spread of that server's samples."""
+        """Return median and spread of the samples of one server."""
         return spread(self.samples.get(server, []))
 
     def ratio(self) -> Spread | None:

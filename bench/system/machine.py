@@ -12,7 +12,7 @@ _PACKAGES = ("shmserve", "torch", "numpy", "pyzmq", "msgpack", "aiohttp", "uvloo
 
 
 def describe() -> dict[str, str | float]:
-    """Processor, cores, memory (GiB), kernel, and the load (1 min) before the benchmark."""
+    """Return processor, cores, memory (GiB), kernel, and the load (1 min) before the benchmark."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "processor": _processor(),

@@ -47,7 +47,7 @@ def tree(root: int) -> list[Process]:
 
 
 def cpu_s(root: int) -> float:
-    """Seconds of CPU the tree of `root` has used so far, in steps of a clock tick a process."""
+    """Return the CPU seconds that the process tree of `root` has used so far."""
     return sum(p.cpu_s for p in tree(root))
 
 

@@ -53,7 +53,7 @@ def sample(root: int) -> Sample:
 
 
 def _established() -> set[str]:
-    """Connections over TCP whose other end is there: how many there are is the clients' affair."""
+    """Return the established TCP connections, whose number is that of the clients."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bench.system.peer import TritonFiles
 
 BENCH = Path(__file__).resolve().parents[1]
-_READY_S = 300.0  # of hundreds of models
+_READY_S = 300.0  # long enough to load hundreds of models
 _STOP_S = 45.0
 _ORPHANS_S = 2.0
 _POLL_MS = 5
@@ -61,7 +61,7 @@ class Product(Protocol):
         """Return the command line that serves `repository`; `scratch` is a private folder."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the server."""
+        """Return the environment of the server's processes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Shmserve:
         return [sys.executable, "-m", "shmserve", "serve", *flags, *ports.flags()]
 
     def environment(self) -> dict[str, str]:
-        """Ours."""
+        """Return this process's environment."""
         return dict(os.environ)
 
 
@@ -93,7 +93,7 @@ class Triton:
         return [str(self.files.binary), *flags, *ports.flags()]
 
     def environment(self) -> dict[str, str]:
-        """Return its variables, with its own Python first."""
+        """Return the environment of the files' installation."""
         return self.files.environment()
 
 
@@ -118,7 +118,7 @@ class Server:
         return self.process.pid
 
     def address(self, listener: str) -> str:
-        """HOST:PORT of its listener "http" or "grpc"."""
+        """Return HOST:PORT of the server's listener "http" or "grpc"."""
         return f"127.0.0.1:{self.ports.grpc if listener == 'grpc' else self.ports.http}"
 
     @property
@@ -178,7 +178,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def leave(number: int, frame: object) -> None:
-    """SIGTERM ends a benchmark the way an error does: through the code that stops its servers."""
+    """Convert SIGTERM to an exception, so that the code that stops the servers runs."""
     raise SystemExit(128 + number)
 
 
@@ -195,7 +195,7 @@ def _wait_ready(server: Server, started: float) -> None:
 
 @contextlib.contextmanager
 def _death_of(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
-    """Something to poll that becomes readable when the process ends."""
+    """Return a descriptor that becomes readable when the process exits."""
     descriptor = os.pidfd_open(process.pid)
     try:
         poll = select.poll()
@@ -206,7 +206,7 @@ def _death_of(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
 
 
 def _stop(server: Server, notes: list[str]) -> None:
-    """SIGTERM and patience, then SIGKILL; what it leaves behind is noted and removed."""
+    """Stop the server by SIGTERM, later SIGKILL; record and remove files that it leaves behind."""
     members = processes.tree(server.pid)
     named = processes.shm_files(members)
     with _death_of(server.process) as death:

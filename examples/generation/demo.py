@@ -78,12 +78,12 @@ def _row(clients: int, found: Measured) -> str:
 
 
 def quantile(values: list[float], part: float) -> float:
-    """The value below which this part of them lies."""
+    """Return the value below which this share of the values is."""
     return sorted(values)[min(int(len(values) * part), len(values) - 1)]
 
 
 def measure(port: int, clients: int) -> Measured:
-    """So many clients at a time, two requests each."""
+    """Measure `clients` concurrent clients with two requests each."""
     found = Measured()
     lock = threading.Lock()
 
@@ -109,7 +109,7 @@ def measure(port: int, clients: int) -> Measured:
 
 
 def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
-    """The pieces of a completion as they come, each with the time at which it came."""
+    """Yield the pieces of a completion, each with the time of its arrival."""
     body = {
         "model": "reference",
         "prompt": prompt,
@@ -133,7 +133,7 @@ def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
 
 @contextlib.contextmanager
 def server(model: Path, scratch: Path, ports: list[int]) -> Iterator[int]:
-    """A server of this folder, on these ports; its log is shown if it fails."""
+    """Run a server of this folder on these ports; print its log if it fails."""
     port, metrics_port = ports
     command = [
         *(sys.executable, "-m", "shmserve", "serve", str(model)),
@@ -168,7 +168,7 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for free in sockets:

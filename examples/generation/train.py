@@ -46,14 +46,14 @@ DRAFT = Size(hidden=96, layers=2, heads=4)
 
 
 def text() -> str:
-    """Python's reference as plain text."""
+    """Return Python's reference as plain text."""
     topics: dict[str, str] = pydoc_data.topics.topics
     joined = "\n\n".join(topics.values())
     return re.sub(r"\n{3,}", "\n\n", joined)
 
 
 def tokenizer_of(corpus: str) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on the text."""
+    """Return a byte-level BPE tokenizer that is trained on the text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -133,7 +133,7 @@ def write(folder: Path, seconds: float, draft: bool) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0, help="of training")

@@ -17,7 +17,7 @@ class TableBackend(Backend):
     """Looks up `INDEX` (INT64, [n]) in a table of shape [rows, width]: `ROW`, [n, width]."""
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs follow from the file: `backend: "table"` is all a model needs."""
+        """Return the inputs and outputs, which follow from the file."""
         table = self._read()
         width = int(table.shape[1])
         return {
@@ -35,7 +35,7 @@ class TableBackend(Backend):
         self._kind = _datatype(self._table)
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One response for each request; an index that is out of range is that request's error."""
+        """Return one response per request; an index out of range fails its request."""
         return [self._look_up(request) for request in requests]
 
     def _look_up(self, request: Request) -> Response:

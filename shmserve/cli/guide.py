@@ -26,7 +26,7 @@ _LAST = frozenset(
     f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
 )
 # Methods of a region that only other modules of the client use.
-_INTERNAL = ("memory_range", "ref", "remember", "output_range")
+_INTERNAL = ("memory_range", "ref", "remember", "output_range", "within")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +105,9 @@ def client_reference() -> str:
 
     public = {name: getattr(client, name) for name in client.__all__}
     errors = [each for each in public.values() if _is_a(each, ShmserveError)]
-    others = [each for each in public.values() if each not in errors]
+    documented = [each for each in public.values() if each not in errors]
     lines = ["# The client: shmserve.client", ""]
-    for thing in sorted(others, key=inspect.isclass):
+    for thing in sorted(documented, key=inspect.isclass):
         lines += _described(client, thing)
     lines += ["# For asyncio: shmserve.client.aio", ""]
     for thing in (aio.connect, aio.Server, aio.ResponseStream):

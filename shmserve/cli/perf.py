@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                 found.append(_measured(args, plan, poller, target, kind, value))
                 if interrupted := found[-1].interrupted:
                     break
-        except KeyboardInterrupt:  # between two loads
+        except KeyboardInterrupt:  # the interrupt arrived between two loads
             interrupted = True
     if not found:
         return 130

@@ -81,8 +81,8 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
     first = _scrape(url, token, model)
     began = last_at = time.monotonic()
     last, throughput = first, []
-    while (left := began + seconds - last_at) > 0:
-        time.sleep(min(1.0, left))
+    while (remaining_s := began + seconds - last_at) > 0:
+        time.sleep(min(1.0, remaining_s))
         now, now_at = _scrape(url, token, model), time.monotonic()
         made = now["tokens_generated_total"] - last["tokens_generated_total"]
         throughput.append(made / (now_at - last_at))

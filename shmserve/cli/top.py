@@ -200,8 +200,8 @@ class Top:
         """Return the models, and the newest events if there is space."""
         from rich.text import Text
 
-        left = free_lines - 2 - len(keys)
-        happened = [f"{when}  {text}" for when, text in self._happened("")][: max(left, 0)]
+        free_rows = free_lines - 2 - len(keys)
+        happened = [f"{when}  {text}" for when, text in self._happened("")][: max(free_rows, 0)]
         events = map(_line, map(Text, ["", *happened])) if happened else ()
         return [self._table(keys, free_lines), *events]
 

@@ -74,18 +74,27 @@ def connect(
     timeout: float | None = None,
     token: str = "",
 ) -> Server:
-    """Connect to a server.
+    """Connect to a server on this host.
+
+        with shmserve.client.connect() as server:
+            result = server.infer("blur", image=np.zeros((1, 512, 512), np.float32))
+        result["output"].shape
+        # (1, 512, 512)
 
     Args:
-        run_dir: The server's run directory (`--run-dir`); by default $SHMSERVE_RUN_DIR, else that
-            of this user's server.
+        run_dir: The server's run directory (`--run-dir`), or the socket of systemd; by default
+            $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes.
+        timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
         token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
             has --auth-token-file.
-        timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
+
+    Returns:
+        The client, to be closed by `close` or the end of a `with` block.
 
     Raises:
         Disconnected: There is no server.
         InvalidArgument: Several servers of this user run, and `run_dir` selects none.
+        Unavailable: This process has no free file descriptor.
     """
     return Server(opened(run_dir, memory_limit, timeout, token))

@@ -1,7 +1,9 @@
-"""The client for asyncio: `await server.infer(...)`, any number at a time.
+"""The client for asyncio, with any number of concurrent requests.
 
-async with shmserve.client.aio.connect() as server:
-    logits = (await server.infer("digits", image=x))["logits"]
+    async with shmserve.client.aio.connect() as server:
+        logits = (await server.infer("digits", image=x))["logits"]
+
+The methods of `Server` have the arguments, results and errors of those of `shmserve.client.Server`.
 """
 
 from __future__ import annotations
@@ -77,9 +79,12 @@ class _Turns:
 
 
 class ResponseStream:
-    """The responses to one request, in order; see `shmserve.client.ResponseStream`.
+    """An asynchronous iterator over the responses to one request, in order.
 
-    `aclose`, the end of an `async with`, or collection of this object cancels the request.
+    `Server.stream` returns it. Each response is a `Result`. The iterator raises the error of a
+    response, after which further responses may follow, or the error that the request failed with.
+    `aclose`, the end of an `async with` block, or collection of this object cancels a request that
+    has not ended.
     """
 
     def __init__(
@@ -164,7 +169,11 @@ class ResponseStream:
 
 
 class Server:
-    """A server as used by asyncio programs on its host; bound to one event loop."""
+    """A client of one server, for asyncio. It is bound to the event loop that connected it.
+
+    `connect` returns it. It reconnects automatically after a restart of the server. Use it in an
+    `async with connect() as server` block, or `close` it.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -173,9 +182,23 @@ class Server:
 
     @takes(call_of)
     async def infer(self, /, *given: Any, **named: Any) -> Result:
-        """Run a model; see `shmserve.client.Server.infer`.
+        """Run a model and return its response.
 
-        Cancelling the task cancels the request.
+            result = await server.infer("blur", image=image)
+            result["output"].shape
+            # (1, 512, 512)
+
+        Cancelling the task cancels the request. The arguments, the result and the errors are those
+        of `shmserve.client.Server.infer`.
+
+        Returns:
+            The outputs by name: torch tensors if an input was one, otherwise numpy arrays.
+
+        Raises:
+            TimedOut: The timeout expired. The request is cancelled.
+            Disconnected: There is no server, or it exited before it responded.
+            InvalidArgument: An argument is invalid, or this client is of another event loop.
+            ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*given, **named)
         turns, built = await self._connected(), None
@@ -230,10 +253,18 @@ class Server:
 
     @takes(call_of)
     def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
-        """Run a model with any number of responses: `async for response in server.stream(...)`.
+        """Run a model that sends any number of responses, and iterate over them as they arrive.
 
-        The request is sent on the first `__anext__`, or on `__aenter__`. Cancelling a task that
-        awaits a response cancels the request. See `shmserve.client.Server.stream`.
+            async with server.stream("words", text=[b"..."]) as responses:
+                async for response in responses:
+                    print(response["output"])
+
+        The arguments are those of `infer`, except that `timeout` applies to all responses together.
+        The request is sent when the iteration or the `async with` block begins. Cancelling a task
+        that awaits a response cancels the request.
+
+        Returns:
+            The asynchronous iterator over the responses, which raises the request's errors.
         """
         call = call_of(*given, **named)
 
@@ -248,15 +279,47 @@ class Server:
         return ResponseStream(begin)
 
     async def allocate(self, tensors: Specs, **options: Any) -> Region:
-        """Allocate a region; see `shmserve.client.Server.allocate`."""
+        """Allocate memory for tensors that the server reads and writes in place.
+
+            region = await server.allocate({"image": ((1, 512, 512), "FP32")})
+
+        Args:
+            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}.
+            **options: `device`, `pin` and `huge_pages`, as for `shmserve.client.Server.allocate`.
+
+        Returns:
+            The region, whose tensors are not initialised.
+
+        Raises:
+            InvalidArgument: An argument is invalid.
+            Unavailable: There is not enough memory.
+        """
         return await asyncio.to_thread(self._session.allocate, tensors, **options)
 
     async def attach(self, memory: Any, tensors: Specs | None = None, **options: Any) -> Region:
-        """Return a region over existing memory; see `shmserve.client.Server.attach`."""
+        """Return a region over memory that another process has made; nothing is copied.
+
+        Args:
+            memory: A name in /dev/shm, an open descriptor, a `SharedMemory` or a region.
+            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}.
+            **options: `offset` in bytes and `pin`, as for `shmserve.client.Server.attach`.
+
+        Returns:
+            The region, over the same bytes.
+
+        Raises:
+            InvalidArgument: An argument is no such memory, or the memory is too small.
+            NotFound: There is no memory of this name.
+            PermissionDenied: This user may not read and write the memory.
+        """
         return await asyncio.to_thread(self._session.attach, memory, tensors, **options)
 
     async def models(self) -> list[tuple[str, str]]:
-        """Return name and version of every model that is available."""
+        """Return name and version of every model that is available.
+
+        Raises:
+            Disconnected: There is no server.
+        """
         return (await self._connected()).connection.models.names()
 
     async def map(
@@ -270,7 +333,27 @@ class Server:
         version: str = "",
         timeout: float | None = None,  # noqa: ASYNC109 - of each request
     ) -> AsyncIterator[Result]:
-        """Yield the results for many inputs, in order; see `shmserve.client.Server.map`."""
+        """Yield the results for many inputs, in order, with several requests in flight.
+
+            async for result in server.map("blur", ({"image": x} for x in images)):
+                print(result["output"].mean())
+
+        The first error is raised, and the other requests are cancelled.
+
+        Args:
+            model: The model's name.
+            inputs: The inputs of each request, as for `infer`; an asynchronous iterable, too.
+            in_flight: The maximum number of concurrent requests.
+            outputs: The names of the outputs to return, by default all.
+            version: The model's version, by default the latest.
+            timeout: The maximum duration of each request in seconds.
+
+        Yields:
+            The result of each request, in the order of `inputs`.
+
+        Raises:
+            ShmserveError: The error of a request, as for `infer`.
+        """
         given = _each(inputs)
         waiting: deque[asyncio.Task[Result]] = deque()
         try:
@@ -287,25 +370,78 @@ class Server:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server, or a model, is ready; see `shmserve.client.Server.ready`."""
+        """Check whether the server is ready, or a model, or one version of it.
+
+        Args:
+            model: The model's name; by default the server as a whole.
+            version: The model's version, by default the latest.
+
+        Returns:
+            Whether it is ready; False also if the server does not listen for HTTP.
+
+        Raises:
+            Disconnected: There is no server.
+            Unauthenticated: The server needs a token, and this client has none or another one.
+            PermissionDenied: The token does not permit this request.
+        """
         return await asyncio.to_thread(self._session.ready, model, version)
 
     async def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
-        """Load a model; see `shmserve.client.Server.load`."""
+        """Load a model, or load it again, and wait until it is ready.
+
+        Args:
+            model: The name of a model in the server's repositories.
+            config: A configuration that replaces that of the model, as JSON.
+
+        Raises:
+            ShmserveError: The load failed, or --model-control-mode is not explicit.
+            Unavailable: The server does not listen for HTTP.
+        """
         await asyncio.to_thread(self._session.load_model, model, config)
 
     async def unload(self, model: str) -> None:
-        """Unload a model and wait until it is unloaded."""
+        """Unload a model and wait until it is unloaded.
+
+        Raises:
+            ShmserveError: There is no such model, or --model-control-mode is not explicit.
+            Unavailable: The server does not listen for HTTP.
+        """
         await asyncio.to_thread(self._session.unload_model, model)
 
     async def metadata(self, model: str, version: str = "") -> dict[str, Any]:
-        """Return the inputs and outputs of a model, as `GET /v2/models/NAME`."""
+        """Return the inputs and outputs of a model.
+
+        Args:
+            model: The model's name.
+            version: The model's version, by default the latest.
+
+        Returns:
+            The body of `GET /v2/models/NAME`: `name`, `versions`, `platform`, and `inputs` and
+            `outputs`, each with `name`, `datatype` and `shape` (-1: a dimension of any size).
+
+        Raises:
+            NotFound: The server has no such model or version.
+            Unavailable: The server does not listen for HTTP.
+        """
         path = model_path(model, version)
         found: dict[str, Any] = await asyncio.to_thread(self._session.control, "GET", path)
         return found
 
     async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Return the statistics of each version; see `shmserve.client.Server.statistics`."""
+        """Return the statistics of each version of one model, or of all models.
+
+        Args:
+            model: The model's name; by default all models.
+            version: The model's version; by default all versions.
+
+        Returns:
+            The entries of `model_stats` of `GET /v2/models/NAME/stats`, which have Triton's fields.
+            Times are in ns.
+
+        Raises:
+            NotFound: The server has no such model or version.
+            Unavailable: The server does not listen for HTTP.
+        """
         return await asyncio.to_thread(self._session.statistics, model, version)
 
     async def _connected(self) -> _Turns:
@@ -358,7 +494,7 @@ async def _each(inputs: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncIter
 
 
 class _Connecting:
-    """`await connect(...)`, or `async with connect(...) as server`."""
+    """The result of `connect`, for `await` or `async with`."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -390,5 +526,25 @@ def connect(
     timeout: float | None = None,
     token: str = "",
 ) -> _Connecting:
-    """Connect to a server; see `shmserve.client.connect`."""
+    """Connect to a server on this host.
+
+        async with shmserve.client.aio.connect() as server:
+            result = await server.infer("blur", image=np.zeros((1, 512, 512), np.float32))
+
+    Args:
+        run_dir: The server's run directory (`--run-dir`), or the socket of systemd; by default
+            $SHMSERVE_RUN_DIR, else the run directory of this user's server.
+        memory_limit: The maximum shared memory of this client in bytes.
+        timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
+        token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
+            has --auth-token-file.
+
+    Returns:
+        An object to `await`, or to use by `async with`: either gives the `Server`.
+
+    Raises:
+        Disconnected: There is no server. This and the other errors are raised by the `await`.
+        InvalidArgument: Several servers of this user run, and `run_dir` selects none.
+        Unavailable: This process has no free file descriptor.
+    """
     return _Connecting(run_dir, memory_limit, timeout, token)

@@ -242,7 +242,7 @@ class ServerConnection(ServerState):
                     self.models.withdraw(name, version)
                     self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
-                    self.lose(endpoint, successor)
+                    self.on_scheduler_lost(endpoint, successor)
                 case OwnerExited(pid):
                     self.mappings.drop_process(pid)
                 case ServerEnding(acknowledge):

@@ -187,7 +187,7 @@ class ServerState(ABC):
     def is_closed(self) -> bool:
         """Check whether the connection has ended, even if no thread has processed that yet."""
 
-    def lose(self, endpoint: str, successor: str) -> None:
+    def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
         self.lost.add(endpoint, successor)
         self.losses += 1

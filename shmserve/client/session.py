@@ -103,14 +103,14 @@ def takes(
 
 def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
     """Raise InvalidArgument if an input is unknown; the message has the nearest name."""
-    known = model.signature.inputs
+    model_inputs = model.signature.inputs
     given = isinstance(inputs, Mapping) and not isinstance(inputs, Region)  # has outputs, too
     for name in inputs if given else ():
-        if name not in known:
-            near = suggestion(str(name), [*known, *(_OPTIONS if by_keyword else ())])
+        if name not in model_inputs:
+            near = suggestion(str(name), [*model_inputs, *(_OPTIONS if by_keyword else ())])
             raise InvalidArgument(
                 f"unexpected inference input '{name}' for model '{model.name}'"
-                + (near or f", allowed are: {', '.join(known)}")
+                + (near or f", allowed are: {', '.join(model_inputs)}")
             )
 
 

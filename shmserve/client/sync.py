@@ -22,7 +22,11 @@ _INTERRUPTED = "this thread waits for a response: a signal handler cannot use th
 
 
 class Server:
-    """A server as used by programs on its host; thread-safe."""
+    """A client of one server, for threads. All methods are thread-safe.
+
+    `connect` returns it. It reconnects automatically after a restart of the server. Use it in a
+    `with` block, or `close` it.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -34,30 +38,45 @@ class Server:
     def infer(self, /, *given: Any, **named: Any) -> Result:
         """Run a model and wait for its response.
 
-        Inputs are given by keyword, as a mapping, or as a region. An input is a numpy array, a
-        torch tensor, a DLPack tensor, or lists of numbers. Its shape includes the batch dimension
-        if the model has one.
+            image = np.zeros((1, 512, 512), np.float32)
+            server.infer("blur", image=image)["output"].shape
+            # (1, 512, 512)
 
-        Options, all by keyword:
+        Args:
+            model: The model's name.
+            inputs: The inputs: a mapping {name: tensor}, or a region of `allocate`. Needed only for
+                a region, and for an input that has the name of an option.
+            **tensors: The inputs by keyword, instead of `inputs`. A tensor is a numpy array, a
+                torch tensor on the CPU, a DLPack tensor, or nested lists. Its shape includes the
+                batch dimension if the model has one. The datatype of an array must be that of the
+                model's input. Lists are converted to it. A uint16 array is BF16 where the input is,
+                and an array of bytes or str objects is BYTES.
+            outputs: The names of the outputs to return, by default all. Or the memory to write
+                outputs to: a region, or {name: array of a region}.
+            version: The model's version, by default the latest.
+            timeout: The maximum duration of the call in seconds, by default unlimited.
+            priority: A priority level of the model: 1 is the highest, 0 the model's default.
+            request_id: The name of the request in the server's errors.
+            parameters: Parameters for the model: {name: bool, int, float or str}. With
+                `explain: True`, the result's `parameters` have an `explanation` of the time spent.
+            sequence: The id of the request's sequence (int or str), for a stateful model.
+            start: Whether the request is the first one of its sequence.
+            end: Whether the request is the last one of its sequence.
+            traceparent: The W3C trace context of the request.
 
-            outputs        names, or where to write outputs: a region, or {name: array of a region}
-            version        by default the latest
-            timeout        in seconds
-            priority       a priority level of the model; 1 is the highest
-            parameters     parameters for the model. With `explain: True` the result's
-                           `parameters` have an `explanation` of the time spent
-            request_id     the name of the request in the server's errors
-            sequence       the id of the request's sequence, for a stateful model
-            start, end     whether the request is the first or the last one of its sequence
-            traceparent    the W3C trace context of the request
-
-        Inputs that have the name of an option are given as a mapping: infer("m", {"timeout": x}).
+        Returns:
+            The outputs by name: torch tensors if an input was one, otherwise numpy arrays.
 
         Raises:
-            ShmserveError: The server's error, with its code.
-            TimedOut: The timeout expired.
-            Disconnected: There is no server.
-            Unavailable: In a callback of `infer_async`, if other threads use all channels.
+            InvalidArgument: An input or an option is invalid.
+            NotFound: The server has no such model or version.
+            QueueFull: The model's queue is full.
+            TimedOut: The timeout expired. The request is cancelled.
+            Disconnected: There is no server, or it exited before it responded.
+            Unsupported: The model sends any number of responses: use `stream`.
+            Unavailable: The call is in a callback of `infer_async`, and other threads use all
+                channels.
+            ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*given, **named)
         waiter, built = self._waiting(), None
@@ -83,9 +102,27 @@ class Server:
         version: str = "",
         timeout: float | None = None,
     ) -> Iterator[Result]:
-        """Yield the results for many inputs, in order, with up to `in_flight` concurrent requests.
+        """Yield the results for many inputs, in order, with several requests in flight.
+
+            for result in server.map("blur", ({"image": x} for x in images)):
+                print(result["output"].mean())
 
         The first error is raised, and the other requests are cancelled.
+
+        Args:
+            model: The model's name.
+            inputs: The inputs of each request, as for `infer`: mappings or regions. The iterable is
+                read only as far as requests can be sent, so it may be infinite.
+            in_flight: The maximum number of concurrent requests.
+            outputs: The names of the outputs to return, by default all.
+            version: The model's version, by default the latest.
+            timeout: The maximum duration of each request in seconds.
+
+        Yields:
+            The result of each request, in the order of `inputs`.
+
+        Raises:
+            ShmserveError: The error of a request, as for `infer`.
         """
         waiting: deque[Any] = deque()
         waiter = self._waiting()
@@ -107,22 +144,45 @@ class Server:
     def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
-        The arguments are those of `infer`; `timeout` applies to all responses together. A program
-        that does not read stops only this request. Outputs in a region hold one response until the
-        next one is requested. Closing the iterator cancels the request:
+            with server.stream("words", text=[b"..."]) as responses:
+                for response in responses:
+                    print(response["output"])
 
-        >>> with server.stream("words", text=[b"..."]) as responses:  # doctest: +SKIP
-        ...     for response in responses:
-        ...         print(response["output"])
+        The arguments are those of `infer`, except that `timeout` applies to all responses together.
+        If the program stops reading, the server stops sending (flow control); other requests
+        continue. Outputs in a region hold one response until the next one is requested.
+
+        Returns:
+            The iterator over the responses. Its `close`, or the end of a `with` block, cancels the
+            request.
+
+        Raises:
+            ShmserveError: The request cannot be sent, as for `infer`. Later errors are raised by
+                the iterator.
         """
         call = call_of(*given, **named)
-        way = self._waiting()
-        built = self._session.built(way.connection, *call, stream=True)
-        return ResponseStream(way, way.open(built), self)
+        waiter = self._waiting()
+        built = self._session.built(waiter.connection, *call, stream=True)
+        return ResponseStream(waiter, waiter.open(built), self)
 
     @takes(call_of)
     def infer_async(self, /, *given: Any, **named: Any) -> Future[Result]:
-        """Run a model in the background; see `infer`. Cancelling the future cancels the request."""
+        """Run a model in the background.
+
+            future = server.infer_async("blur", image=image)
+            future.result()["output"].shape
+            # (1, 512, 512)
+
+        The arguments are those of `infer`.
+
+        Returns:
+            The future of the result. Its callbacks run in the client's own thread. `cancel`
+            cancels the request.
+
+        Raises:
+            ShmserveError: The request cannot be sent, as for `infer`. Later errors are those of
+                the future.
+        """
         call, connection = call_of(*given, **named), self._session.connection()
         future = SharedChannel(connection).submit(self._session.built(connection, *call))
         # The client must not be collected, and thus closed, before the future completes.
@@ -137,14 +197,25 @@ class Server:
         pin: bool = False,
         huge_pages: bool = False,
     ) -> Region:
-        """Allocate memory for tensors, {name: (shape, datatype)}, that the server uses in place.
+        """Allocate memory for tensors that the server reads and writes in place.
+
+            shape = (1, 512, 512)
+            region = server.allocate({"image": (shape, "FP32"), "output": (shape, "FP32")})
+            region["image"][:] = 0.5
+            server.infer("blur", region)
+            region["output"][0, 5, 5]
+            # 0.5
 
         Args:
-            tensors: Shape and datatype of each tensor.
+            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. A datatype is
+                "FP32", "INT64" and so on; BYTES is not possible.
             device: "cpu", or "cuda:0" for the server's device 0, which must have the same number
-                here.
-            pin: Workers on CUDA devices pin the host memory, for faster copies.
-            huge_pages: The host memory is taken from reserved huge pages.
+                in this process.
+            pin: Whether workers on CUDA devices pin the host memory, for faster copies.
+            huge_pages: Whether the host memory is taken from reserved huge pages.
+
+        Returns:
+            The region, whose tensors are not initialised.
 
         Raises:
             InvalidArgument: An argument is invalid.
@@ -157,6 +228,10 @@ class Server:
     ) -> Region:
         """Return a region over memory that another process has made; nothing is copied.
 
+            frames = server.attach("/frames", {"image": ((1, 512, 512), "FP32")})
+            server.infer("blur", frames)["output"].shape
+            # (1, 512, 512)
+
         The maker of the memory owns it: `release` unmaps the memory here, and never unlinks it.
 
         Args:
@@ -166,7 +241,10 @@ class Server:
                 64 bytes from `offset` on. By default a region has its own tensors, and other
                 memory one UINT8 tensor "data".
             offset: The position of the first tensor in the memory, in bytes.
-            pin: Workers on CUDA devices pin the memory.
+            pin: Whether workers on CUDA devices pin the memory.
+
+        Returns:
+            The region, over the same bytes.
 
         Raises:
             InvalidArgument: An argument is no such memory, or the memory is too small.
@@ -176,11 +254,31 @@ class Server:
         return self._session.attach(memory, tensors, offset=offset, pin=pin)
 
     def models(self) -> list[tuple[str, str]]:
-        """Return name and version of every model that is available."""
+        """Return name and version of every model that is available.
+
+            server.models()
+            # [('blur', '1')]
+
+        Raises:
+            Disconnected: There is no server.
+        """
         return self._session.connection().models.names()
 
     def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server is ready, or a model, or one version of it."""
+        """Check whether the server is ready, or a model, or one version of it.
+
+        Args:
+            model: The model's name; by default the server as a whole.
+            version: The model's version, by default the latest.
+
+        Returns:
+            Whether it is ready; False also if the server does not listen for HTTP.
+
+        Raises:
+            Disconnected: There is no server.
+            Unauthenticated: The server needs a token, and this client has none or another one.
+            PermissionDenied: The token does not permit this request.
+        """
         return self._session.ready(model, version)
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
@@ -189,8 +287,9 @@ class Server:
         This method, `unload`, `ready`, `metadata` and `statistics` use the server's HTTP listener.
 
         Args:
-            model: A model of the repositories.
-            config: A configuration, as JSON has it, that replaces the configuration of the model.
+            model: The name of a model in the server's repositories.
+            config: A configuration that replaces that of the model, with the fields of config.pbtxt
+                as JSON: {"max_batch_size": 8}.
 
         Raises:
             ShmserveError: The load failed, or --model-control-mode is not explicit.
@@ -199,16 +298,50 @@ class Server:
         self._session.load_model(model, config)
 
     def unload(self, model: str) -> None:
-        """Unload a model and wait until it is unloaded."""
+        """Unload a model and wait until it is unloaded.
+
+        Raises:
+            ShmserveError: There is no such model, or --model-control-mode is not explicit.
+            Unavailable: The server does not listen for HTTP.
+        """
         self._session.unload_model(model)
 
     def metadata(self, model: str, version: str = "") -> dict[str, Any]:
-        """Return the inputs and outputs of a model, as `GET /v2/models/NAME`."""
+        """Return the inputs and outputs of a model.
+
+            server.metadata("blur")["inputs"]
+            # [{'name': 'image', 'datatype': 'FP32', 'shape': [-1, -1, -1]}]
+
+        Args:
+            model: The model's name.
+            version: The model's version, by default the latest.
+
+        Returns:
+            The body of `GET /v2/models/NAME`: `name`, `versions`, `platform`, and `inputs` and
+            `outputs`, each with `name`, `datatype` and `shape` (-1: a dimension of any size).
+
+        Raises:
+            NotFound: The server has no such model or version.
+            Unavailable: The server does not listen for HTTP.
+        """
         found: dict[str, Any] = self._session.control("GET", model_path(model, version))
         return found
 
     def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Return the statistics of each version of one model or of all, as `GET .../stats`."""
+        """Return the statistics of each version of one model, or of all models.
+
+        Args:
+            model: The model's name; by default all models.
+            version: The model's version; by default all versions.
+
+        Returns:
+            The entries of `model_stats` of `GET /v2/models/NAME/stats`, which have Triton's fields.
+            Times are in ns.
+
+        Raises:
+            NotFound: The server has no such model or version.
+            Unavailable: The server does not listen for HTTP.
+        """
         return self._session.statistics(model, version)
 
     def _waiting(self) -> Waiting:

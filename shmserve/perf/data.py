@@ -261,9 +261,9 @@ def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str,
     """Return the bytes of each output of a request; `otherwise` for variable sizes."""
     sizes = {}
     for name, (datatype, dims) in found.outputs.items():
-        known = ITEM_SIZE[datatype] and -1 not in dims
+        fixed = ITEM_SIZE[datatype] and -1 not in dims
         rows = batch if found.batches else 1
-        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if known else otherwise
+        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if fixed else otherwise
     return sizes
 
 

@@ -150,19 +150,21 @@ def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:
     "~" marks overlapping confidence intervals of the throughput.
     """
     before = {point.name: point for point in old}
-    both = [(before[point.name], point) for point in new if point.name in before]
-    if not both:
+    matched = [(before[point.name], point) for point in new if point.name in before]
+    if not matched:
         return "nothing to compare: the older report has none of these loads"
     lines = [f"{'new / old':<18}{'requests/s':>12}{'p50':>9}{'p99':>9}{'client':>9}"]
-    for was, now in both:
+    for was, now in matched:
         pairs = (
             *((was.per_second, now.per_second), (was.latency["p50"], now.latency["p50"])),
             *((was.latency["p99"], now.latency["p99"]), (was.client_us, now.client_us)),
         )
-        ratio, *others = [f"{after / before:.3f}" if before else "-" for before, after in pairs]
+        ratio, *other_ratios = [
+            f"{after / before:.3f}" if before else "-" for before, after in pairs
+        ]
         alike = abs(now.per_second - was.per_second) <= now.confidence + was.confidence
         ratio = f"~{ratio}" if alike else ratio
-        lines.append(f"{now.name:<18}{ratio:>12}{''.join(f'{each:>9}' for each in others)}")
+        lines.append(f"{now.name:<18}{ratio:>12}{''.join(f'{each:>9}' for each in other_ratios)}")
     return "\n".join(lines)
 
 

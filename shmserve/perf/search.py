@@ -136,13 +136,13 @@ class Search:
         return self.best.candidate if self.best else start
 
     def _sweep(self, start: Candidate) -> None:
-        here = self._from(start).instances
-        more = [number for number in self._space.instances if number > here]
-        fewer = [number for number in self._space.instances if number < here]
+        instances = self._from(start).instances
+        more = [number for number in self._space.instances if number > instances]
+        fewer = [number for number in self._space.instances if number < instances]
         if self.best and not self._climb(start, more):
             self._climb(start, fewer[::-1])
-        for way in self._space.ways:
-            self._largest_batch(replace(self._from(start), **way))
+        for settings in self._space.ways:
+            self._largest_batch(replace(self._from(start), **settings))
 
     def _climb(self, start: Candidate, ahead: Sequence[int]) -> bool:
         """Raise the number of instances while that gains; return whether it did."""
@@ -157,7 +157,7 @@ class Search:
         """Search for the largest batch within the target, starting with that of `at`."""
         low, high, size, peak = 0, self._space.largest_batch + 1, at.batch, 0.0
         while True:
-            trial, known = self._try(replace(at, batch=size)), self._reached
+            trial, before = self._try(replace(at, batch=size)), self._reached
             if self.holds(trial):
                 low, fell = size, trial.per_second < peak * _FALL
                 peak = max(peak, trial.per_second)
@@ -165,7 +165,7 @@ class Search:
                     return
             else:
                 high = size
-                if not trial.errors and trial.per_second <= known * _GAIN:
+                if not trial.errors and trial.per_second <= before * _GAIN:
                     return
             size = self._between(low, high) if at.batch else 0
             if not size:

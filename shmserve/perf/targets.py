@@ -70,7 +70,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
         return _openai(args, poller, stack)
     address = servers.address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
-    transport: Any = stack.enter_context(contextlib.closing(_teller(args, address)))
+    transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
     config = data.config_of(transport, args.model, args.model_version)
     model = data.signature(transport, config, args.model, args.model_version)
     given = data.Given(args.input, args.shape, args.data, args.batch, args.text_length)
@@ -82,11 +82,11 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     else:
         door = _door(args, address, poller, model.decoupled)
     stack.callback(door.close)
-    placed = None
+    regions = None
     if args.shared_memory != "none" and address is not None:
-        placed = stack.enter_context(Regions(transport, args.shared_memory))
-        items = placed.inputs(items)
-    requests = partial(_requests, args, door, items, sizes, placed)
+        regions = stack.enter_context(Regions(transport, args.shared_memory))
+        items = regions.inputs(items)
+    requests = partial(_requests, args, door, items, sizes, regions)
     _try_one(args, poller, door, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
@@ -94,7 +94,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     return LoadTarget(door, requests, statistics, door.streams, where)
 
 
-def _teller(args: argparse.Namespace, address: Address | None) -> Any:
+def _describing_transport(args: argparse.Namespace, address: Address | None) -> Any:
     """Return the transport for metadata and statistics.
 
     For a server on this host this is its listener; without one it is shared memory, which offers
@@ -151,11 +151,11 @@ def _requests(
     door: Door,
     items: Sequence[data.Item],
     sizes: dict[str, int],
-    placed: Regions | None,
+    regions: Regions | None,
     slots: int,
 ) -> Requests:
     """Return the encoded requests of each slot, which slots share if they are identical."""
-    output_parts = placed.outputs(sizes, slots) if placed is not None and sizes else None
+    output_parts = regions.outputs(sizes, slots) if regions is not None and sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
 
@@ -314,11 +314,11 @@ class Regions:
             parts.append(RegionPart(name, at, len(tensor.raw)))
             at += _aligned(len(tensor.raw))
         memory = self._region(name, at)
-        left = iter(parts)
-        placed = [[(tensor, next(left)) for tensor in item] for item in items]
-        for tensor, part in (pair for item in placed for pair in item):
+        unused_parts = iter(parts)
+        assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
+        for tensor, part in (pair for item in assigned for pair in item):
             memory.write(part.offset, tensor.raw)
-        return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in placed]
+        return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in assigned]
 
     def outputs(self, sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
         """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""

@@ -44,7 +44,7 @@ class Poller:
         """Change the events to wait for."""
         self._epoll.modify(fd, events)
 
-    def forget(self, fd: int) -> None:
+    def unwatch(self, fd: int) -> None:
         """Unregister a descriptor, which stays open."""
         if self._handlers.pop(fd, None):
             self._epoll.unregister(fd)
@@ -58,7 +58,7 @@ class Poller:
         calls, self._soon = self._soon, []
         for call in calls:
             call()
-        if self._soon:  # for the next turn
+        if self._soon:  # call these handlers in the next turn without waiting
             wait_ns = 0
         if 0 < wait_ns < 2 * _COARSE_NS:
             if not self._short_wait.wait(wait_ns):
@@ -118,7 +118,7 @@ class ClientConnection:
         except OSError as error:
             self.close()
             # Deferred, because a callback may send the next request, which is in progress here.
-            self._poller.soon(partial(self._lose, error.strerror or "it failed"))
+            self._poller.soon(partial(self._on_lost, error.strerror or "it failed"))
             return
         if sent < len(data):
             self._unsent.append(memoryview(data)[sent:])
@@ -143,7 +143,7 @@ class ClientConnection:
         except _NOT_NOW:
             pass
         except OSError as error:
-            self._lose(error.strerror or "it failed")
+            self._on_lost(error.strerror or "it failed")
 
     def _read(self) -> None:
         while self.open:
@@ -152,16 +152,16 @@ class ClientConnection:
             except _NOT_NOW:
                 return
             except OSError as error:
-                self._lose(error.strerror or "it failed")
+                self._on_lost(error.strerror or "it failed")
                 return
             if not data:
-                self._lose("the server closed it")
+                self._on_lost("the server closed it")
                 return
             self._receiver.received(data)
             if not self._tls:  # TLS may buffer more than the descriptor reports
                 return
 
-    def _lose(self, reason: str) -> None:
+    def _on_lost(self, reason: str) -> None:
         self.close()
         self._receiver.lost(f"a connection ended: {reason}")
 
@@ -169,7 +169,7 @@ class ClientConnection:
         """Close the connection. Idempotent."""
         if self.open:
             self.open = False
-            self._poller.forget(self._sock.fileno())
+            self._poller.unwatch(self._sock.fileno())
             self._sock.close()
 
 

@@ -44,9 +44,9 @@ _SERVICE = "/inference.GRPCInferenceService/"
 _FINAL = "triton_final_response"  # a parameter of the stream, not of the model
 # The same parameter as true, serialised.
 _IS_FINAL = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
-_FAILED = b"\x0a"  # the first byte of a stream's message that is an error
+_FAILED = b"\x0a"  # the first byte of a message in a stream if it is an error
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-_SHARE = 6  # lanes a connection, as Triton's client has it
+_SHARE = 6  # lanes per connection, as in Triton's client
 _HEADER_TABLE_SIZE = 1
 _TOP_UP = 1 << 30  # bytes read, after which a window is restored to its first size
 _MESSAGE_HEAD = 5  # bytes: compressed or not, size
@@ -183,9 +183,9 @@ def infer_message(request: OutgoingRequest) -> Any:
         else:
             asked.raw_input_contents.append(tensor.raw)
     for name in request.outputs:
-        wanted = asked.outputs.add(name=name)
+        requested = asked.outputs.add(name=name)
         if name in request.parts:
-            set_parameters(wanted, request.parts[name].parameters())
+            set_parameters(requested, request.parts[name].parameters())
     return asked
 
 
@@ -382,7 +382,7 @@ class Http2Client:
         # Nothing is kept in tables, so a block means the same each time.
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
-        self._known: dict[bytes, str] = {}
+        self._errors_by_block: dict[bytes, str] = {}
         wide = h2.settings(
             {_HEADER_TABLE_SIZE: 0, h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW, h2.ENABLE_PUSH: 0}
         )
@@ -420,7 +420,7 @@ class Http2Client:
             stream, message, end = self._waiting.popleft()
             outgoing = self._streams.get(stream)
             if outgoing is None:
-                continue  # it has ended meanwhile
+                continue  # the stream has ended meanwhile
             while message and (allowed := min(self._window, outgoing.window, self._largest)) > 0:
                 part, message = message[:allowed], message[allowed:]
                 self._window -= len(part)
@@ -490,9 +490,9 @@ class Http2Client:
 
     def _head(self, stream: int, flags: int) -> None:
         block, self._block = self._block, b""
-        error = self._known.get(block)
+        error = self._errors_by_block.get(block)
         if error is None:
-            error = self._known[block] = _error_of(self._decoder.decode(block))
+            error = self._errors_by_block[block] = _error_of(self._decoder.decode(block))
         if flags & h2.END_STREAM:
             self._finish(stream, error)
 

@@ -58,7 +58,7 @@ class _Exchange(http.client.HTTPConnection):
     def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
         super().__init__(address.target or "localhost")
         if tls is not None:
-            self.default_port = http.client.HTTPS_PORT  # which the Host header leaves out
+            self.default_port = http.client.HTTPS_PORT  # the Host header omits the default port
         self._connect = partial(connect, address, tls)
 
     def connect(self) -> None:
@@ -103,8 +103,8 @@ class HttpTransport:
         if model:
             self._exchange("GET", f"{model_path(model, version)}/ready")
             return
-        known = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
-        with self._requested("GET", "/v2/health/ready", known=known) as found:
+        accepted = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
+        with self._requested("GET", "/v2/health/ready", accepted=accepted) as found:
             if found.status != http.HTTPStatus.OK:
                 raise TransportError(NOT_READY)
 
@@ -178,9 +178,9 @@ class HttpTransport:
         body: bytes | None = None,
         header_length: int | None = None,
         accept: str = "",
-        known: Container[int] = (http.HTTPStatus.OK,),
+        accepted: Container[int] = (http.HTTPStatus.OK,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield an unread response with a `known` status.
+        """Yield an unread response with an `accepted` status.
 
         Raises:
             TransportError: There is no response, or it has another status.
@@ -194,7 +194,7 @@ class HttpTransport:
             with contextlib.closing(self._connect()) as connection:
                 connection.request(method, path, body, headers)
                 found = connection.getresponse()
-                if found.status not in known:
+                if found.status not in accepted:
                     text = _error_text(found.read())
                     raise TransportError(text or f"{found.status} {found.reason}")
                 yield found
@@ -350,7 +350,7 @@ class HttpLane:
         self._connection: ClientConnection = door.connect(self)
         self._busy = False
         self._in_body = False
-        self._left = 0  # bytes of the body
+        self._remaining = 0  # bytes of the body
         self._rest = b""  # of a head, or of a chunk's first line
         self._ok = True
         self._closing = False
@@ -373,13 +373,13 @@ class HttpLane:
                 return
             self._begin(data[: end + 2])
             data = data[end + 4 :]
-        if self._left == _CHUNKED:
+        if self._remaining == _CHUNKED:
             self._chunks(data)
             return
-        self._left -= len(data)
+        self._remaining -= len(data)
         if not self._ok:
             self._error += data
-        if self._left <= 0:
+        if self._remaining <= 0:
             self._end()
 
     def _begin(self, head: bytes) -> None:
@@ -389,9 +389,9 @@ class HttpLane:
         self._closing = _closes(head) is not None
         found = _length(head)
         if found is not None:
-            self._left = int(found[1])
+            self._remaining = int(found[1])
         else:
-            self._left = _CHUNKED if _is_chunked(head) else 0
+            self._remaining = _CHUNKED if _is_chunked(head) else 0
         if not self._ok:
             self._error = head[9 : head.find(b"\r\n")] + b": "
 

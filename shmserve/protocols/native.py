@@ -33,7 +33,7 @@ from shmserve.protocols import (
 from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
-_MEMORY_LIMIT = 1 << 40  # what the request and its responses take
+_MEMORY_LIMIT = 1 << 40  # no limit: the requests in flight bound the memory
 _WELCOME_WITHIN_S = 10.0
 
 
@@ -133,7 +133,7 @@ class NativeDoor:
         self._output_specs = output_specs or {}
         self.session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
         self.connection = self.session.connection()
-        self.channel = RequestChannel(self.connection, self._watch, poller.forget)
+        self.channel = RequestChannel(self.connection, self._watch, poller.unwatch)
         self._flushing = False
         self.regions: list[Region] = []
 
@@ -158,10 +158,10 @@ class NativeDoor:
             *(request.sequence or 0, request.start, request.end),
         )
         if self._device:
-            arrays = self._placed(request.inputs, arrays)
+            arrays = self._in_region(request.inputs, arrays)
         return NativeRequest(request.model, request.version, arrays, options)
 
-    def _placed(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
+    def _in_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {each.name: (each.shape, each.datatype) for each in inputs}
         region = self.session.allocate({**specs, **self._output_specs}, device=self._device)
         self.regions.append(region)

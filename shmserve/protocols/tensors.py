@@ -147,9 +147,9 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
 
 
 def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
-    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
-    if wanted.kind in "iu":
-        limits = np.iinfo(wanted)
+    dtype = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
         for element in elements:
             if not limits.min <= element <= limits.max:
                 raise InvalidArgument(
@@ -157,7 +157,7 @@ def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
                 )
     try:
         with np.errstate(over="ignore"):
-            array = np.array(elements, dtype=wanted)
+            array = np.array(elements, dtype=dtype)
     except OverflowError as error:
         raise InvalidArgument(f"input '{tensor.name}' is {tensor.datatype}: {error}") from error
     return to_bf16(array) if tensor.datatype == "BF16" else array

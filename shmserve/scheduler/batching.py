@@ -247,7 +247,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case InstanceExpected():
                 self.executions.expect(message.index, message.process)
             case InstanceGone():
-                self._pool.give_up(message.index, message.reason)
+                self._pool.instance_failed(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
                 self._release_retired()  # before the next message announces a successor
@@ -269,7 +269,7 @@ class BatchingCore(Core[ScheduledRequest]):
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self.results.process_exited(pid, reason, now_ns)
-        self.executions.forget(pid)
+        self.executions.process_exited(pid)
 
     def drain(self, sequences: bool) -> None:
         self._awaits_sequences = sequences

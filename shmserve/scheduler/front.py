@@ -83,8 +83,8 @@ class ClientTable(dict[bytes, Client[R]]):
 
     def __missing__(self, peer: bytes) -> Client[R]:
         if len(self) >= _MOST_CLIENTS:
-            for known in [each for each in self.values() if not each.requests]:
-                del self[known.peer]
+            for idle in [each for each in self.values() if not each.requests]:
+                del self[idle.peer]
         client: Client[R] = Client(peer, self._links.to(peer))
         self[peer] = client
         return client
@@ -180,7 +180,7 @@ class OverloadLog:
     def __init__(self, model: str) -> None:
         self._model = model
         self._refused = 0
-        self._next_ns = 0  # no line is due earlier
+        self._next_ns = 0  # the earliest time of the next line in the log
         self.due_ns = NEVER
 
     def refuse(self) -> None:
@@ -189,7 +189,7 @@ class OverloadLog:
         self.due_ns = self._next_ns
 
     def tick(self, now_ns: int) -> None:
-        """Log the count, which is due."""
+        """Log the number of refused requests; called when `due_ns` has passed."""
         self._next_ns = now_ns + _EVERY_NS
         self.write()
 
@@ -293,7 +293,7 @@ class Front(Generic[R]):
     _wall_clock: Callable[[], int]
     _model: str
     _cache: ResponseCache | None = None
-    _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
+    _dead: dict[int, None] = field(default_factory=dict)  # exited processes in order
     _draining: bool = False
     _drained: bool = False
     stopped: bool = False
@@ -456,7 +456,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that makes no sense from its sender or now."""
+        """Count a dropped message that its sender may not send, or not now."""
         self._reports.unexpected += 1
 
     def _gauges(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # waiting for a slot, of a client
+_MOST_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ class Settings:
     policies: QueuePolicies
     preserve_ordering: bool
     execution_limit_ns: int
-    hold: tuple[int, int] = (0, 0)  # a test hook: requests, and those in the backlog, to wait for
+    hold: tuple[int, int] = (0, 0)  # test hook: start once so many are queued, in the backlog
     sequences: Sequencing | None = None
     timeout_is_deadline: bool = False  # whether a request's `timeout` ends it
-    decoupled: bool = False  # any number of responses to a request
+    decoupled: bool = False  # a request may have any number of responses
     most_open: int = 0  # open requests per instance of a decoupled model; 0: unlimited
-    quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not computed
+    quantiles: tuple[float, ...] = ()  # quantiles of the last minute's times to report
     first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket

@@ -31,7 +31,7 @@ _SOCKETS = {
     "shmserve-metrics.socket": ("metrics", 8002, ""),
     "shmserve-local.socket": ("local", 0, "local.sock"),
 }
-_PACKETS = "local.sock"  # of local clients (shmserve.client)
+_PACKETS = "local.sock"  # the socket of local clients (shmserve.client)
 # The template units of further servers, by the units of the first server.
 _TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
 UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
@@ -194,7 +194,7 @@ def _socket(name: str, listen: list[str], instance: str) -> str:
 
 def _credential(user: bool) -> str:
     file = "%E/shmserve/token"
-    if user:  # only its own manager reads the file
+    if user:  # only the user's own systemd manager reads the file
         return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
     flags = "Environment=SHMSERVE_FLAGS=--auth-token-file=%d/token"
     return f"LoadCredential=token:{file}\n{flags}"

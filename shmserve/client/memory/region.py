@@ -34,8 +34,16 @@ Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, da
 class Region(Mapping[str, Any]):
     """Memory for named tensors that the server reads and writes in place.
 
-    `region["image"]` is an array (on a device, a `DeviceView`). `infer(model, region)` uses those
-    tensors of the region that are inputs of the model, and writes the outputs to the others.
+        region = server.allocate(
+            {"image": ((1, 512, 512), "FP32"), "output": ((1, 512, 512), "FP32")}
+        )
+        region["image"][:] = 0.5
+        server.infer("blur", region)
+
+    `Server.allocate` and `Server.attach` return it. `region["image"]` is a numpy array over the
+    memory; on a device it is a `DeviceView`. `infer(model, region)` uses those tensors of the
+    region that are inputs of the model, and writes the outputs to the others. The end of a `with`
+    block releases the region.
 
     A region in host memory can be sent to another process, in the arguments of a process (fork,
     forkserver or spawn) or through a queue or a pipe of `multiprocessing`. Its arrays there are the
@@ -105,7 +113,7 @@ class Region(Mapping[str, Any]):
 
     @property
     def specs(self) -> dict[str, tuple[Shape, str]]:
-        """Return shape and datatype of each tensor."""
+        """Return shape and datatype of each tensor: {name: (shape, datatype)}."""
         return {name: (each.shape, each.datatype) for name, each in self._templates.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:

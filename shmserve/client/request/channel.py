@@ -380,12 +380,12 @@ class RequestChannel:
             again.close()
             return
         self._links.drop(link)
-        left = self.schedulers.withdraw(link.endpoint)
-        if all(pending.again for pending in left):
+        withdrawn = self.schedulers.withdraw(link.endpoint)
+        if all(pending.again for pending in withdrawn):
             again.close()
         else:
             self._links.keep(again)
-        for pending in left:
+        for pending in withdrawn:
             if pending.again:
                 pending.free()
                 ended = self.server.is_closed()

@@ -268,8 +268,8 @@ def _in_place(
 ) -> PackedRequest:
     if region.memories is not memories:
         region = region.within(memories)
-    known = region.requests.get(model)
-    if known is None or options.parameters:
+    packed = region.requests.get(model)
+    if packed is None or options.parameters:
         signature = model.signature
         for name in region:
             if name not in signature.inputs and name not in signature.outputs:
@@ -284,11 +284,11 @@ def _in_place(
             if name not in signature.inputs
         ]
         signature.check(options.request_id, refs, asked)
-        known = pack(refs, asked, options.parameters)
+        packed = pack(refs, asked, options.parameters)
         if not options.parameters:
-            region.remember(model, known)
+            region.remember(model, packed)
     lease, segment = region.lease, region.segment
-    return PackedRequest(model, *known, options, segments=(segment,), holders=(lease,))
+    return PackedRequest(model, *packed, options, segments=(segment,), holders=(lease,))
 
 
 def _encoded(array: Array, name: str) -> bytes:

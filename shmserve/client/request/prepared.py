@@ -108,15 +108,15 @@ class ClientTemplate:
         refs = [template.ref(Range(_NOWHERE, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
         self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
-        wanted = outputs or tuple(signature.outputs)
-        sizes = {name: signature.output_size(name, fit.batch_size) for name in wanted}
-        placed = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
+        requested = outputs or tuple(signature.outputs)
+        sizes = {name: signature.output_size(name, fit.batch_size) for name in requested}
+        uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {
-            name: size for name, size in sizes.items() if size is not None and placed
+            name: size for name, size in sizes.items() if size is not None and uses_slot
         }
-        self._refs, self._asked = refs, tuple(sizes if placed else outputs)
+        self._refs, self._asked = refs, tuple(sizes if uses_slot else outputs)
         self._schema = self._packed_schema({})
-        self.slotted = placed or not self._inline
+        self.slotted = uses_slot or not self._inline
         self._ring: deque[Buffer] = deque()
         self._closed = False
         if self.slotted:

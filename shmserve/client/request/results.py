@@ -22,11 +22,20 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 
 class Result(Mapping[str, Any]):
-    """A response: its outputs by name, as numpy arrays, or torch tensors if the inputs were.
+    """A response: a mapping of the outputs' names to numpy arrays, or to torch tensors.
+
+        with server.infer("blur", image=image) as result:
+            brightest = result["output"].max()
+
+    The outputs are torch tensors if an input was one. BF16 is uint16 in numpy, and a BYTES output
+    is an object array of bytes.
 
     Large outputs are in shared memory, which remains allocated while an array refers to it.
     `release` or the end of a `with` block frees the memory immediately. Access to the outputs then
     raises Released.
+
+    Attributes:
+        parameters: The response's parameters by name.
     """
 
     __slots__ = ("_lease", "_outputs", "parameters")
@@ -51,7 +60,7 @@ class Result(Mapping[str, Any]):
         return f"Result({self._outputs!r})"
 
     def release(self) -> None:
-        """Free the memory of the outputs."""
+        """Free the memory of the outputs; access to them then raises Released. Idempotent."""
         if self._lease is not None:
             self._lease.released = True
             self._lease = None
@@ -102,10 +111,10 @@ def read(reader: Reader, message: Finished) -> Result:
     """
     built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
-    result, placed = _read(reader, message, lease)
+    result, in_shared_memory = _read(reader, message, lease)
     if len(result) < len(built.model.signature.outputs) and not built.model.may_lack:
         _check_whole(built, result)
-    if lease is None or not placed:
+    if lease is None or not in_shared_memory:
         built.end()
     else:
         lease.on_end = built.end  # the lease ends with the last array
@@ -134,17 +143,17 @@ def _read(
     """Return the result, and whether its outputs may be in shared memory."""
     built = reader.built
     responses = built.model.responses
-    known = responses.find(message.schema) or responses.learn(message.schema)
+    schema = responses.find(message.schema) or responses.learn(message.schema)
     datas = message.data
-    if len(datas) != len(known.outputs):
+    if len(datas) != len(schema.outputs):
         raise MalformedMessage("a response's data do not match its schema")
     outputs: dict[str, Any] = {}
-    for tensor, data in zip(known.outputs, datas, strict=True):
+    for tensor, data in zip(schema.outputs, datas, strict=True):
         if type(data) is not bytes:
-            outputs = _placed(reader, known.outputs, datas, lease)
-            return Result(outputs, dict(known.parameters), lease), True
+            outputs = _tensors_of(reader, schema.outputs, datas, lease)
+            return Result(outputs, dict(schema.parameters), lease), True
         outputs[tensor.name] = _inline(built, tensor, data)
-    return Result(outputs, dict(known.parameters), None), False
+    return Result(outputs, dict(schema.parameters), None), False
 
 
 def _inline(built: PackedRequest, ref: TensorSchema, data: bytes) -> Any:
@@ -154,7 +163,7 @@ def _inline(built: PackedRequest, ref: TensorSchema, data: bytes) -> Any:
     return to_torch(array, ref.datatype) if built.as_torch else array
 
 
-def _placed(
+def _tensors_of(
     reader: Reader,
     outputs: Sequence[TensorSchema],
     datas: Sequence[Any],

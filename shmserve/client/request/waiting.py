@@ -127,20 +127,23 @@ class Attending(Protocol):
     def credit(self, pending: Any, responses: int) -> None:
         """Grant credit for `responses` more responses."""
 
-    def cancel(self, left: Iterable[Any]) -> None:
+    def cancel(self, pending_requests: Iterable[Any]) -> None:
         """Cancel requests. May be called at any time and in any thread."""
 
 
 class ResponseStream:
-    """An iterator over the responses to one request. Not thread-safe.
+    """An iterator over the responses to one request, each a `Result`. Not thread-safe.
 
-    `next` raises the error of a response, after which further responses may follow, or the error
-    that the request failed with. An unfinished request is cancelled by `close`, at the end of a
-    `with` block, and when the object is collected.
+        with server.stream("words", text=[b"..."]) as responses:
+            first = next(responses)["output"]
+
+    `Server.stream` returns it. `next` raises the error of a response, after which further responses
+    may follow, or the error that the request failed with. A request that has not ended is cancelled
+    by `close`, at the end of a `with` block, and when the object is collected.
     """
 
-    def __init__(self, way: Attending, pending: ClientStream, owner: object) -> None:
-        self._way = way
+    def __init__(self, waiter: Attending, pending: ClientStream, owner: object) -> None:
+        self._waiter = waiter
         self._pending = pending
         self._owner = owner  # the reference keeps the client from being collected and closed
 
@@ -151,9 +154,9 @@ class ResponseStream:
         pending = self._pending
         responses = pending.read()
         if responses:
-            self._way.credit(pending, responses)
+            self._waiter.credit(pending, responses)
         if not pending.items:
-            self._way.attend(pending)
+            self._waiter.attend(pending)
             if not pending.items:
                 raise StopIteration
         return pending.take()
@@ -162,7 +165,7 @@ class ResponseStream:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
         if not pending.finished and not pending.abandoned:
-            self._way.cancel((pending,))
+            self._waiter.cancel((pending,))
         pending.abandon()
 
     def __enter__(self) -> ResponseStream:
@@ -211,7 +214,7 @@ class ThreadChannel(Waiting):
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread uses the channel
-        self._left: deque[ClientRequest] = deque()  # requests to cancel
+        self._to_cancel: deque[ClientRequest] = deque()  # requests to cancel
         self._poll = select.epoll()
         self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
 
@@ -251,8 +254,8 @@ class ThreadChannel(Waiting):
                 self.channel.flush()
                 raise
 
-    def cancel(self, left: Iterable[ClientRequest]) -> None:
-        self._left.extend(left)
+    def cancel(self, pending_requests: Iterable[ClientRequest]) -> None:
+        self._to_cancel.extend(pending_requests)
         # A stream may be collected while its thread, or another thread, waits with the lock held.
         if self.lock.acquire(blocking=False):
             try:
@@ -263,8 +266,8 @@ class ThreadChannel(Waiting):
             self.connection.wake(self.channel)
 
     def _cancel_left(self) -> None:
-        while self._left:
-            self.channel.cancel(self._left.popleft())
+        while self._to_cancel:
+            self.channel.cancel(self._to_cancel.popleft())
         self.channel.flush()
 
     def until(self, pending: ClientRequest) -> None:
@@ -285,7 +288,7 @@ class ThreadChannel(Waiting):
                 if timeout_s <= 0:
                     raise TimedOut(LATE)
             channel.take([fd for fd, _ in self._poll.poll(timeout_s)])
-            if self._left:
+            if self._to_cancel:
                 self._cancel_left()
 
     def close(self) -> None:
@@ -363,8 +366,8 @@ class SharedChannel(Waiting):
         with contextlib.suppress(Disconnected):
             self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
 
-    def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
-        for each in left:
+    def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
+        for each in pending_requests:
             if isinstance(each, Future):
                 each.cancel()
             else:

@@ -58,14 +58,14 @@ _EPOCH = 24  # batches
 _SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
 _OTHER_EVERY, _MOST_EVERY = 2, 160  # initial and maximum epochs between uses of the other way
 _PAYS = 0.8  # ratio of latencies at which waiting certainly pays
-_WEIGHT = 1 / 3  # of the newest epoch
+_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED = 0.01  # share of requests that may miss the target
 _LOWEST = 0.25  # minimum of the aim, as a share of the target
-_TOLERATED = 0.02  # share of requests; further misses accumulate
+_TOLERATED = 0.02  # share of requests that may miss the target before misses accumulate
 _OUT_OF_REACH, _MOST_MISSES = 30, 60  # accumulated misses
 _FULL = 0.95  # utilisation above which an instance does not keep up
-_CLEARLY = 0.1  # relative difference of durations
+_CLEARLY = 0.1  # relative difference above which two durations differ clearly
 
 
 class Account:
@@ -80,7 +80,7 @@ class Account:
         if self.credit < _MOST:
             self.credit += _EARNED * held
 
-    def settle(self) -> None:
+    def end_learning(self) -> None:
         """End the learning period."""
         self.credit = min(self.credit, _MOST)
 
@@ -216,11 +216,11 @@ class Sizes:
         lost_ns = took_ns - size * moment.row_ns - max(moment.spare_ns, 0)
         return own + min(max(lost_ns, 0) * moment.per_ns / self._idle, most_here)
 
-    def returned(self, units: int, took_ns: int, count: int, here: int, misses: int) -> None:
+    def returned(self, units: int, took_ns: int, count: int, in_flight: int, misses: int) -> None:
         """Record a batch of `count` requests, of which `misses` were late."""
         if units == self._size:
-            self._behind = count + here / self._idle
-            self._price = self._price_of(units, took_ns, here)
+            self._behind = count + in_flight / self._idle
+            self._price = self._price_of(units, took_ns, in_flight)
             self._size = 0
         if self._behind > 0:
             self._behind -= count
@@ -251,27 +251,27 @@ class AdaptiveBatcher(Batcher):
 
     # --- learning -----------------------------------------------------------------------
 
-    def arrived(self, now_ns: int, here: int) -> None:
-        self._arrivals.arrived(now_ns, here, self._time.setup_ns)
-        self._load.here = here
+    def arrived(self, now_ns: int, in_flight: int) -> None:
+        self._arrivals.arrived(now_ns, in_flight, self._time.setup_ns)
+        self._load.in_flight = in_flight
 
     def returned(
-        self, now_ns: int, here: int, units: int, took_ns: int, latencies_ns: Sequence[int]
+        self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         count, target = len(latencies_ns), self._rules.target_ns
-        self._arrivals.returned(now_ns, here, self._time.setup_ns)
-        self._load.returned(now_ns, here, count, units, took_ns)
+        self._arrivals.returned(now_ns, in_flight, self._time.setup_ns)
+        self._load.returned(now_ns, in_flight, count, units, took_ns)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
                 misses += 1
         late = self._late and self._load.stays and misses > 0
         self._time.observe(units, took_ns, late=late)
-        self._sizes.returned(units, took_ns, count, here, misses)
+        self._sizes.returned(units, took_ns, count, in_flight, misses)
         if self._load.batches > LEARNING:
             self._waiting.returned(latencies_ns, misses)
         elif self._load.batches == LEARNING:
-            self._account.settle()
+            self._account.end_learning()
         self._aim(count - misses, self._account.unexplained(misses))
 
     def _aim(self, held: int, misses: int) -> None:
@@ -310,7 +310,7 @@ class AdaptiveBatcher(Batcher):
             return Batch(tried, Closed.PREFERRED)
         if batch is not None:
             return self._sized(head, batch)
-        if not self._time.known:
+        if not self._time.is_known:
             return self._sized(head, Batch(len(head.requests), Closed.IDLE))
         if head.flush_by_ns - reserve_ns <= now_ns:
             return self._sized(head, Batch(len(head.requests), Closed.DEADLINE))

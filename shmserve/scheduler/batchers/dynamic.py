@@ -98,17 +98,17 @@ class Batcher:
     def flush(self) -> None:
         """Stop waiting: no further request is expected."""
 
-    def arrived(self, now_ns: int, here: int) -> None:
-        """Record an arrival; `here` requests are not done now."""
+    def arrived(self, now_ns: int, in_flight: int) -> None:
+        """Record an arrival; `in_flight` requests are not done now."""
 
     def returned(
-        self, now_ns: int, here: int, units: int, took_ns: int, latencies_ns: Sequence[int]
+        self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         """Record the execution of a batch.
 
         Args:
             now_ns: The time.
-            here: The number of requests that are not done now.
+            in_flight: The number of requests that are not done now.
             units: The size of the batch.
             took_ns: The duration of the execution.
             latencies_ns: The times from the arrival of each of its requests to now.

@@ -30,7 +30,7 @@ _AS_MANY = 0.95  # share of arriving rows that are completed, at which the load 
 _MOST_LEVELS = 512  # numbers of requests with statistics of their own
 _LIKELY = 0.6  # minimum chance of a predicted arrival
 _FIRST_SEEN = 3  # minimum number of observations for a prediction
-_MARGIN_NS = 50_000  # for the delay of the event loop
+_MARGIN_NS = 50_000  # allowance for the latency of the event loop
 
 
 class _Size:
@@ -85,7 +85,7 @@ class SizeTimes:
         self._untried: dict[int, tuple[int, float]] = {}
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         """Return whether there were enough executions for an estimate."""
         return self._seen >= _KNOWN
 
@@ -256,12 +256,12 @@ class SizeTimes:
         mean = weight = 0.0
         for index in self._order:
             size = self._sizes[index]
-            both = (mean * weight + size.mean * size.weight) / (weight + size.weight)
+            pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
             if together:
-                error = spread * both * math.sqrt(1 / weight + 1 / size.weight)
+                error = spread * pooled * math.sqrt(1 / weight + 1 / size.weight)
                 if abs(size.mean - mean) > _SURE * error:
-                    together, weight, both = [], 0.0, size.mean
-            mean, weight = both, weight + size.weight
+                    together, weight, pooled = [], 0.0, size.mean
+            mean, weight = pooled, weight + size.weight
             together.append(index)
             least.update(dict.fromkeys(together, mean / (1 + spread / math.sqrt(weight))))
         return least
@@ -381,32 +381,32 @@ class Arrivals:
     like TCP's averages of round trips (RFC 6298): the chance that another request follows soon, and
     the gap before it.
 
-    Events are arrivals and the ends of batches. `here` is the number of requests that are not
+    Events are arrivals and the ends of batches. `in_flight` is the number of requests that are not
     completed after an event, and `soon_ns` the limit of a short gap.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
-        self._here = 0
+        self._in_flight = 0
         self._since_ns = 0
 
-    def arrived(self, now_ns: int, here: int, soon_ns: float) -> None:
+    def arrived(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
         """Record an arrival."""
         gap_ns = now_ns - self._since_ns
         if gap_ns <= soon_ns:
             self._level().came(gap_ns)
         else:
             self._level().missed()
-        self._since_ns, self._here = now_ns, here
+        self._since_ns, self._in_flight = now_ns, in_flight
 
-    def returned(self, now_ns: int, here: int, soon_ns: float) -> None:
+    def returned(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
         """Record the end of a batch."""
         if now_ns - self._since_ns > soon_ns:
             self._level().missed()
-        self._since_ns, self._here = now_ns, here
+        self._since_ns, self._in_flight = now_ns, in_flight
 
     def _level(self) -> _Level:
-        number = min(self._here, _MOST_LEVELS)
+        number = min(self._in_flight, _MOST_LEVELS)
         level = self._levels.get(number)
         if level is None:
             level = self._levels[number] = _Level()
@@ -419,7 +419,7 @@ class Arrivals:
         """
         chance, requests, wait_ns = 1.0, 0.0, 0.0
         for more in range(most):
-            level = self._likely(self._here + more)
+            level = self._likely(self._in_flight + more)
             if level is None:
                 return
             lost = 1 - level.chance
@@ -431,11 +431,11 @@ class Arrivals:
     @property
     def next_by_ns(self) -> int:
         """Return the time until which waiting for the next request of a burst pays; 0: no burst."""
-        level = self._likely(self._here)
+        level = self._likely(self._in_flight)
         return 0 if level is None else self._since_ns + level.patience_ns
 
-    def _likely(self, here: int) -> _Level | None:
-        level = self._levels.get(min(here, _MOST_LEVELS))
+    def _likely(self, in_flight: int) -> _Level | None:
+        level = self._levels.get(min(in_flight, _MOST_LEVELS))
         if level is None or level.seen < _FIRST_SEEN or level.chance < _LIKELY:
             return None
         return level
@@ -449,26 +449,28 @@ class Load:
 
     def __init__(self) -> None:
         self.batches = 0
-        self.here = 0  # requests that are not completed
-        self._left = self._returned_ns = 0  # as of the end of the last batch
+        self.in_flight = 0  # requests that are not completed
+        self._in_flight_before = self._returned_ns = 0  # as of the end of the last batch
         self._came = self._done = self._took_ns = 0.0  # between the ends of two batches
         self._passed_ns = 1.0
         self._each = self._instances = 1.0
         self._most = 0.0
 
-    def returned(self, now_ns: int, here: int, count: int, units: int, took_ns: int) -> None:
+    def returned(self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int) -> None:
         """Record a batch of `count` requests."""
         if self.batches:
             gain = max(_RATE_GAIN, 1 / self.batches)
             self._each += (units / count - self._each) * gain
-            self._came += (max(here - self._left + count, 0) * self._each - self._came) * gain
+            self._came += (
+                max(in_flight - self._in_flight_before + count, 0) * self._each - self._came
+            ) * gain
             self._done += (units - self._done) * gain
             self._took_ns += (took_ns - self._took_ns) * gain
             self._passed_ns += (now_ns - self._returned_ns - self._passed_ns) * gain
             at_work = self._took_ns / max(self._passed_ns, 1.0)
             self._instances = max(self._instances * _DECAY, at_work, 1.0)
-        self._most = max(here + count, self._most * _DECAY)
-        self._returned_ns, self._left, self.here = now_ns, here, here
+        self._most = max(in_flight + count, self._most * _DECAY)
+        self._returned_ns, self._in_flight_before, self.in_flight = now_ns, in_flight, in_flight
         self.batches += 1
 
     @property
@@ -484,7 +486,7 @@ class Load:
     @property
     def waiting(self) -> float:
         """Return the rows that are not completed."""
-        return self.here * self._each / self._instances
+        return self.in_flight * self._each / self._instances
 
     @property
     def most(self) -> float:

@@ -47,7 +47,7 @@ class SequenceDispatch(Dispatcher):
         )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
-        self._members = -1  # the value of the pool at the last turn
+        self._members = -1  # `members` of the pool at the last turn
         self._own_ids = itertools.count(1)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ class SequenceDispatch(Dispatcher):
         return self._sequences.open
 
     def accepts_while_draining(self, message: Submit) -> bool:
-        known = self._sequences.knows(message.correlation_text or message.correlation_id)
-        return known and not message.flags & SEQUENCE_START
+        is_open = self._sequences.knows(message.correlation_text or message.correlation_id)
+        return is_open and not message.flags & SEQUENCE_START
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         assert sequence_key is not None

@@ -166,7 +166,7 @@ class InstanceSlots:
         self.order = order
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running: list[StatefulSequence] = []
-        self.closed = False  # to new sequences
+        self.closed = False  # whether new sequences are rejected
         self.ready: OrderedDict[int, StatefulSequence] = OrderedDict()  # by slot, in order of offer
 
     @property

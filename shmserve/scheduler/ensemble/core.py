@@ -86,7 +86,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._cache = cache
         # The number of steps that may wait because of max_inflight_requests; 0: unlimited.
         self._most_waiting = settings.policies.default.max_queue_size
-        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that are served
+        self._endpoints: dict[tuple[str, str], str] = {}  # by model name and version
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def gauges(self) -> dict[str, Any]:
         return {
-            "pending": 0,  # requests wait in the queues of their steps
+            "pending": 0,  # an ensemble has no queue: requests wait in those of its steps
             "executing": self._requests.count,
             "instances": {},
             "open_sequences": 0,

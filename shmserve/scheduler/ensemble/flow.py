@@ -233,16 +233,16 @@ class Plan:
             outputs: The outputs that the requests ask for.
             models: Returns the model of a step. Raises Unavailable if the model is not served.
         """
-        wanted = tuple(dict.fromkeys(outputs))
-        needed = graph.needed(wanted)
+        requested = tuple(dict.fromkeys(outputs))
+        needed = graph.needed(requested)
         origins = graph.origins(lambda step: models(step).decoupled)
-        self.outputs = frozenset(wanted)
+        self.outputs = frozenset(requested)
         self.steps = {
             step.index: PlannedStep(step, models(step), origins)
             for step in graph.steps
             if step.index in needed
         }
-        self.response = TensorReader(RESPONSE, wanted, origins)
+        self.response = TensorReader(RESPONSE, requested, origins)
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
         for tensor, origin in origins.items():
@@ -302,7 +302,7 @@ class Flow:
         self.plan = plan
         self.responded = False
         self._values: dict[tuple[str, int], Value] = {}
-        self._left: dict[tuple[str, int], int] = {}  # uses, where more than one is left
+        self._remaining_uses: dict[tuple[str, int], int] = {}  # uses, where more than one is left
         self._fired: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses of decoupled steps
         self.firings: list[Firing] = []
@@ -343,7 +343,7 @@ class Flow:
                 continue
             self._values[tensor, number] = value
             if route.uses != 1:
-                self._left[tensor, number] = route.uses
+                self._remaining_uses[tensor, number] = route.uses
         for tensor, _ in made:
             route = routes.get(tensor)
             if route is not None:
@@ -376,16 +376,16 @@ class Flow:
         self._fired.add(fired)
         taken: dict[str, Value] = {}  # each with a use for the reader
         for key in keys:
-            left = self._left.get(key)
-            if left is None:
+            remaining = self._remaining_uses.get(key)
+            if remaining is None:
                 taken[key[0]] = values.pop(key)
                 continue
             value = taken[key[0]] = values[key]
             value.acquire()
-            if left == 2:
-                del self._left[key]
-            elif left != _ANY_NUMBER:
-                self._left[key] = left - 1
+            if remaining == 2:
+                del self._remaining_uses[key]
+            elif remaining != _ANY_NUMBER:
+                self._remaining_uses[key] = remaining - 1
         if isinstance(reader, PlannedStep):
             self._run(reader, number, taken)
         else:
@@ -457,9 +457,9 @@ class Targets:
 
     def __init__(self, graph: Graph) -> None:
         self._names = frozenset(step.model for step in graph.steps)
-        self._known: dict[str, dict[str, Target]] = {}
+        self._versions: dict[str, dict[str, Target]] = {}
         self._latest: dict[str, str] = {}
-        self._of_steps: dict[int, Target] = {}  # found since the last publication
+        self._of_steps: dict[int, Target] = {}  # cache; cleared by each publication
         self.changes = 0
 
     def publish(self, message: ModelPublished) -> None:
@@ -467,13 +467,13 @@ class Targets:
         if message.name not in self._names:
             return
         self._of_steps.clear()
-        versions = self._known.setdefault(message.name, {})
-        known = versions.get(message.version)
-        if known is None or known.config != message.config:
+        versions = self._versions.setdefault(message.name, {})
+        published = versions.get(message.version)
+        if published is None or published.config != message.config:
             versions[message.version] = Target.of(message)
             self.changes += 1
         else:
-            versions[message.version] = replace(known, endpoint=message.endpoint)
+            versions[message.version] = replace(published, endpoint=message.endpoint)
         if message.latest and self._latest.get(message.name) != message.version:
             self._latest[message.name] = message.version
             self.changes += 1
@@ -484,7 +484,7 @@ class Targets:
         A version that was withdrawn stays until then, for requests that have begun.
         """
         self._of_steps.clear()
-        for versions in self._known.values():
+        for versions in self._versions.values():
             for version, target in list(versions.items()):
                 if target.endpoint != endpoint:
                     continue
@@ -506,7 +506,7 @@ class Targets:
         return target
 
     def _find(self, step: StepNode) -> Target:
-        versions = self._known.get(step.model, {})
+        versions = self._versions.get(step.model, {})
         target = versions.get(step.version or self._latest.get(step.model, ""))
         if target is None:
             version = f" version {step.version}" if step.version else ""

@@ -218,7 +218,7 @@ class StepMessages:
         return StepRequest(submit, request, firing, kind, blocks, override, self.events)
 
     def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
-        wanted = _wanted(request, firing.step)
+        requested = _requested(request, firing.step)
         signature = target.signature
         batched = signature.max_batch_size > 0
         inputs: list[TensorRef] = []
@@ -227,10 +227,12 @@ class StepMessages:
             assert kind is not None
             shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
-        fit = signature.check(request.submit.request_id, inputs, wanted)
-        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, wanted)
-        to_client = frozenset(output.name for output in wanted if output.memory_range is not None)
-        names = [output.name for output in wanted]
+        fit = signature.check(request.submit.request_id, inputs, requested)
+        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, requested)
+        to_client = frozenset(
+            output.name for output in requested if output.memory_range is not None
+        )
+        names = [output.name for output in requested]
         placed = [name for name in names if name in sizes or name in to_client]
         outputs = firing.step.outputs
         parameters, plan = request.known.parameters, request.flow.plan
@@ -392,9 +394,9 @@ def _held_credits(firing: Firing) -> tuple[Token, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
+def _requested(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
     """Return the outputs of a step that are used, with the client's places."""
-    wanted: list[RequestedOutput] = []
+    requested: list[RequestedOutput] = []
     for name, tensor in step.outputs.items():
         if tensor not in request.flow.plan.routes:
             continue
@@ -404,8 +406,8 @@ def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutpu
                 f"output '{tensor}' follows a step that gives any number of responses: it cannot "
                 "go to shared memory"
             )
-        wanted.append(RequestedOutput(name, memory_range))
-    return tuple(wanted)
+        requested.append(RequestedOutput(name, memory_range))
+    return tuple(requested)
 
 
 def placed_sizes(
@@ -413,7 +415,7 @@ def placed_sizes(
     target: Target,
     graph: Graph,
     batch_size: int,
-    wanted: Sequence[RequestedOutput] | None = None,
+    requested: Sequence[RequestedOutput] | None = None,
 ) -> dict[str, int]:
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
@@ -425,15 +427,15 @@ def placed_sizes(
         target: The model that runs it.
         graph: The ensemble's graph.
         batch_size: The batch size of the request.
-        wanted: The outputs that are used; None: all.
+        requested: The outputs that are used; None: all.
     """
     if target.decoupled:
         return {}
-    if wanted is None:
-        wanted = tuple(map(RequestedOutput, step.outputs))
+    if requested is None:
+        requested = tuple(map(RequestedOutput, step.outputs))
     sizes = {
         output.name: target.signature.output_size(output.name, batch_size)
-        for output in wanted
+        for output in requested
         if output.memory_range is None and step.outputs[output.name] not in graph.conditions
     }
     known = {name: size for name, size in sizes.items() if size is not None}

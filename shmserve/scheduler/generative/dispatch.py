@@ -97,7 +97,7 @@ class GenerativeDispatch(Dispatcher):
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
-    _clock: Callable[[], int]  # ns, for the duration of planning
+    _clock: Callable[[], int]  # returns ns; measures the duration of planning
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +175,7 @@ class GenerativeDispatch(Dispatcher):
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
                 if engine.runs(generation):
-                    continue  # its last tokens are still to be counted
+                    continue  # its last tokens are counted at the end of the step
                 engine.cancel(generation)
             del self._ongoing[key]
 
@@ -338,18 +338,18 @@ class GenerativeDispatch(Dispatcher):
 
     def kept(self, lost: Lost) -> Lost:
         # A process with the same address may follow, whose blocks are empty.
-        here = {each.peer for each in self._pool.ready()}
-        self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
-        gone: list[ScheduledRequest] = []
+        ready_peers = {each.peer for each in self._pool.ready()}
+        self._engines = {peer: each for peer, each in self._engines.items() if peer in ready_peers}
+        removed: list[ScheduledRequest] = []
         for request in lost.open:
             ongoing = self._ongoing.get(request.key)
             request.deaths += 1
             if ongoing is None or request.state not in AT_WORK or request.deaths >= _MOST_DEATHS:
-                gone.append(request)
+                removed.append(request)
             else:
                 ongoing.slot = request.worker = None
                 self._unassigned.append(ongoing)
-        return Lost(lost.executions, gone)
+        return Lost(lost.executions, removed)
 
 
 def _load(slot: Slot) -> int:

@@ -242,7 +242,7 @@ class Engine(Generic[T]):
         speculation, generation = self.settings.speculative_decoding, sequence.generation
         if not (speculation.enabled and generation.drafts) or generation.beams is not None:
             return 0
-        most = min(speculation.num_spec_tokens, sequence.left - 1)
+        most = min(speculation.num_spec_tokens, sequence.remaining - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and most > 0:
             if not plan.step.step % PROBE_STEPS:

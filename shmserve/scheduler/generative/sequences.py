@@ -70,40 +70,40 @@ class BlockPool:
 
     # --- allocation
 
-    def allocate(self, wanted: int, after: int = -1) -> list[int]:
-        """Return `wanted` blocks with one reference each, after block `after` if possible.
+    def allocate(self, count: int, after: int = -1) -> list[int]:
+        """Return `count` blocks with one reference each, after block `after` if possible.
 
         As many must be `available`.
         """
         found: list[int] = []
-        while len(found) < wanted and after >= 0:
+        while len(found) < count and after >= 0:
             after += 1
             if after in self._cached:
                 self._evict(after)
             if not self._take_start(after):
                 break
             found.append(after)
-        if len(found) < wanted:
-            found += self._apart(wanted - len(found))
+        if len(found) < count:
+            found += self._apart(count - len(found))
         for block in found:
             self.references[block] = 1
         return found
 
-    def _apart(self, wanted: int) -> Iterator[int]:
+    def _apart(self, count: int) -> Iterator[int]:
         """Take free blocks from as few extents as possible."""
-        while self._cached and max(self._lengths.values(), default=0) < wanted:
-            if self._free >= 4 * wanted:
+        while self._cached and max(self._lengths.values(), default=0) < count:
+            if self._free >= 4 * count:
                 break
             self._evict(next(iter(self._cached)))
-        while wanted:
+        while count:
             start = max(self._lengths, key=self._lengths.__getitem__)
             length = self._lengths[start]
-            taken = min(wanted, length)
+            taken = min(count, length)
             # Half of the gap is left to the sequence before it.
             first = start + (length - taken) // 2 if start else start
             self._cut(start, first, taken)
             yield from range(first, first + taken)
-            wanted -= taken
+            count -= taken
 
     def _take_start(self, block: int) -> bool:
         """Take a block that begins a free extent; return False if it does not."""
@@ -277,7 +277,7 @@ class Sequence(Generic[T]):
         return len(self.tokens) - len(self.generation.prompt)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Return the number of tokens that may still follow."""
         return self.generation.max_tokens - self.generated
 
@@ -350,7 +350,7 @@ def _arrival(sequence: Sequence[Any], waited_s: float) -> float:
 
 
 def _shortest(sequence: Sequence[Any], waited_s: float) -> float:
-    return sequence.missing + sequence.left - _TOKENS_A_SECOND * waited_s
+    return sequence.missing + sequence.remaining - _TOKENS_A_SECOND * waited_s
 
 
 def _composite(sequence: Sequence[Any], waited_s: float) -> float:

@@ -19,12 +19,12 @@ from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.tables import GenerationStats
 
 _FORGETTING = 0.98
-_NOISE = 0.1  # of a step's time
+_NOISE = 0.1  # standard deviation, as a share of a step's duration
 # First guesses in ms for a small model on a CPU, and the standard deviation of each.
 _FIRST = (5.0, 1.0, 0.5, 10.0)
 _SPREAD = (20.0, 5.0, 2.0, 100.0)
 _SURE = tuple(spread**-2 for spread in _SPREAD)
-_KEYS = 1e5  # a unit of the last term
+_KEYS = 1e5  # the unit of `pairs` in the estimate of durations
 CHUNK = 16  # prompts are cut at its multiples, so that equal rows are computed alike
 _EWMA = 0.1
 _OUTLIER = 4  # times the expected duration, at which observations are capped
@@ -75,8 +75,8 @@ def _solved(rows: list[list[float]]) -> list[float]:
     found: list[float] = []
     for pivot in range(len(rows) - 1, -1, -1):
         *before, right = rows[pivot]
-        known = sum(c * x for c, x in zip(reversed(before), found, strict=False))
-        found.append((right - known) / before[pivot])
+        partial_sum = sum(c * x for c, x in zip(reversed(before), found, strict=False))
+        found.append((right - partial_sum) / before[pivot])
     return found[::-1]
 
 
@@ -88,8 +88,8 @@ class StepTimes:
     # The normal equations of the observed steps.
     _matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
     _moments: list[float] = field(default_factory=lambda: [0.0] * 4)
-    copy_ms: float = 0.05  # of a block
-    draft_ms: float = 0.2  # of a draft token
+    copy_ms: float = 0.05  # duration of copying a block
+    draft_ms: float = 0.2  # duration of proposing a draft token
 
     def expect(self, load: StepWork) -> float:
         """Return the expected duration of a step in ms."""
@@ -171,19 +171,19 @@ class Acceptance:
     _pause: int = 0
     _seen: int = _GUESSED
 
-    def length(self, wanted: int, threshold: float) -> int:
-        """Return the number of draft tokens of this step: `wanted`, or 0 during a pause.
+    def length(self, drafts: int, threshold: float) -> int:
+        """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
         One step after each pause drafts again.
         """
         if self._pause:
             self._pause -= 1
             return 0
-        if self.rate < threshold or not wanted:
+        if self.rate < threshold or not drafts:
             self._pause = PROBE_STEPS
             self.rate = max(self.rate, threshold)
             return 0
-        return wanted
+        return drafts
 
     def observe(self, proposed: int, accepted: int) -> None:
         """Learn from a step. Tokens after the first rejected one are not observations."""

@@ -23,7 +23,7 @@ _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
 Ready = list[tuple[int, int]]
-Handler = Callable[[Any, Any], None]  # of the sender's address and its message
+Handler = Callable[[Any, Any], None]  # arguments: the sender's address, its message
 
 
 class Waiter:

@@ -181,8 +181,8 @@ class HostedScheduler(ABC):
             if type(message) is Drain:
                 self._catch_up()
             if type(message) is ProcessExited:
-                self._local_clients.forget(message.process)
-                self._traces.forget(message.process)
+                self._local_clients.process_exited(message.process)
+                self._traces.process_exited(message.process)
             if type(message) is SetTracing:
                 self._traces.use(message)
             elif type(message) in self.allowed:
@@ -222,12 +222,12 @@ class HostedScheduler(ABC):
             if type(message) not in _FROM_LOCAL_CLIENT:
                 front.count_unexpected()
                 continue
-            believed = local_clients.check(peer, message, now_ns)
-            if believed is None:
+            checked = local_clients.check(peer, message, now_ns)
+            if checked is None:
                 continue
-            if self._traces.active and type(believed) is Submit:
-                believed = self._traces.begin(peer, believed)
-            front.from_client(peer, believed, now_ns)
+            if self._traces.active and type(checked) is Submit:
+                checked = self._traces.begin(peer, checked)
+            front.from_client(peer, checked, now_ns)
 
     # --- the way back to clients: see `ClientLinks`
 

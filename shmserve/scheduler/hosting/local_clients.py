@@ -89,13 +89,13 @@ class LocalClientListener:
             return False
         return sum(_number(other) == number for other in self.link.peers()) < MOST_LINKS
 
-    def forget(self, number: int) -> None:
+    def process_exited(self, number: int) -> None:
         """Remove the links of a local client that has exited."""
         self._gone.append(number)
         for peer in self.link.peers():
             if _number(peer) == number:
                 self.link.dismiss(peer)
-        self._rules.forget(number)
+        self._rules.process_exited(number)
 
 
 class _LocalSchema(NamedTuple):
@@ -115,7 +115,7 @@ class LocalClientRules:
         self._memories: set[tuple[int, Memory]] = set()
         self._schemas: Schemas[_LocalSchema] = Schemas(self._local_schema)
 
-    def forget(self, number: int) -> None:
+    def process_exited(self, number: int) -> None:
         """Remove the state of a local client that has exited."""
         self._memories = {item for item in self._memories if item[0] != number}
 
@@ -283,7 +283,7 @@ class LocalTraces:
         times = (submit.arrived_ns, now_ns)
         self._control.post(RequestTraced(*of_model, submit.trace, sampled, *times, spans, error))
 
-    def forget(self, number: int) -> None:
+    def process_exited(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
         for key in [key for key in self.open if first_number(key[0]) == number]:
             self._report_trace(*self.open.pop(key), b"", "its client has gone")

@@ -36,7 +36,7 @@ _NS_PER_S = 1_000_000_000
 _FIRST_GUESS_NS = 10_000_000
 _MARGIN_NS = 1_000_000  # for timers and the latency of messages
 _LONGEST_RETRY_S = 60
-_AHEAD_NS = 500_000  # of computation that may be queued at a worker
+_AHEAD_NS = 500_000  # maximum duration of the computation queued at a worker
 _DEEPEST = 4
 _SOON_NS = 20_000_000
 _KNOWN = 16  # observations before the average is used
@@ -124,10 +124,10 @@ class Executions:
         requests: list[ScheduledRequest],
         reason: Closed,
         now_ns: int,
-        wanted: Slot | None = None,
+        required: Slot | None = None,
         rows: Sequence[SequenceRow] = (),
     ) -> None:
-        """Send a batch to the longest free instance, or to `wanted`, which may be busy."""
+        """Send a batch to the longest free instance, or to `required`, which may be busy."""
         if self._settings.padding is not None:
             padded = self._settings.padding.batch()
             for request in requests:
@@ -135,7 +135,7 @@ class Executions:
             self._statistics.executions.padded(padded.elements())
         gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
-        slot = self._pool.assign(execution, wanted)
+        slot = self._pool.assign(execution, required)
         works, live = works_of(requests), self._responses.live
         self._workers.post(slot.peer, Execute(execution.id, works, live, list(rows)))
 
@@ -189,7 +189,7 @@ class Executions:
         else:  # it may be announced later: clients may learn of a successor before that
             self._unknown += [(message.pid, read) for read in _each(client_pid, message)]
 
-    def forget(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """Notify the workers that a process has exited, so that they free what it was reading."""
         self._early.pop(pid, None)
         self._take_unknown(pid)
@@ -215,8 +215,8 @@ class Executions:
         """Remove and return the releases that are kept for an unannounced process."""
         taken = [read for of, read in self._unknown if of == pid]
         if taken:
-            left = [each for each in self._unknown if each[0] != pid]
-            self._unknown = deque(left, _MOST_EARLY)
+            others_unknown = [each for each in self._unknown if each[0] != pid]
+            self._unknown = deque(others_unknown, _MOST_EARLY)
         return taken
 
     def _send_early(self, slot: Slot | None) -> None:

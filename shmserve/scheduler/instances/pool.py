@@ -217,7 +217,7 @@ class Pool:
     _offers: dict[int, Worker] = field(default_factory=dict)  # of unannounced processes
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
-    _given_up: str = ""  # the reason of the last `give_up`
+    _given_up: str = ""  # the reason of the last `instance_failed`
     retiring: list[Slot] = field(default_factory=list)
     members: int = 0  # counts joins, exits and retirements
     due_ns: int = NEVER
@@ -288,7 +288,7 @@ class Pool:
                 self._remove(slot)
         return removed
 
-    def give_up(self, index: int, reason: str) -> None:
+    def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
         self._slot(index).meet("give_up")
         self._given_up = reason
@@ -353,18 +353,18 @@ class Pool:
                     found, credit = slot, batches
         return found
 
-    def assign(self, execution: Execution, wanted: Slot | None = None) -> Slot:
+    def assign(self, execution: Execution, required: Slot | None = None) -> Slot:
         """Assign a batch to an instance, and return its slot.
 
-        The instance is `wanted`, which is idle or has credit, or else the longest free one.
+        The instance is `required`, which is idle or has credit, or else the longest free one.
         """
-        if wanted is None:
+        if required is None:
             slot = self.free.popleft()
             slot.meet("assign")
-        elif wanted.state is SlotState.BUSY:
-            slot = wanted
+        elif required.state is SlotState.BUSY:
+            slot = required
         else:
-            slot = wanted
+            slot = required
             if slot in self.free:
                 self.free.remove(slot)
             if self._tickets is not None:

@@ -151,9 +151,9 @@ class Results:
             took_ns = busy_ns
         self._executions.service_time.observe(took_ns, busy_ns, count)
         if self._batcher.learns:
-            left = self._responses.live - count
+            live = self._responses.live - count
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
-            self._batcher.returned(now_ns, left, execution.rows, took_ns, latencies)
+            self._batcher.returned(now_ns, live, execution.rows, took_ns, latencies)
 
     def _returned_open(
         self,
@@ -183,7 +183,7 @@ class Results:
         for request in execution.requests:
             if request.state is State.EXECUTING:
                 request.meet(Event.RESPOND)
-        if slot.execution is not None:  # it waited for the returned one
+        if slot.execution is not None:  # this execution waited for the returned one
             for request in slot.execution.requests:
                 request.responded_ns = now_ns
 

@@ -175,7 +175,7 @@ class PriorityQueue:
             return False
         self.count -= 1
         if not level:
-            self._forget(request.level)
+            self._remove_empty_level(request.level)
         return True
 
     def take(self, count: int) -> list[ScheduledRequest]:
@@ -198,10 +198,10 @@ class PriorityQueue:
                 for request in first:
                     del part[request.key]
             if not (level.in_time or level.delayed):
-                self._forget(number)
+                self._remove_empty_level(number)
         return taken
 
-    def _forget(self, number: int) -> None:
+    def _remove_empty_level(self, number: int) -> None:
         """Remove an empty level.
 
         The only level is kept, because the next request usually has it, too.

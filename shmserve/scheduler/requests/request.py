@@ -140,7 +140,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RETURN: State.QUEUED,  # its model asks for it again
+        Event.RETURN: State.QUEUED,  # the model reschedules the request
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,

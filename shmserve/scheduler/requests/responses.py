@@ -106,7 +106,7 @@ class Responses:
             spans += last.spans
         fields = (last.code, last.message, last.schema, last.data, True, *timing[1:4])
         request.client.post(Responded(request.id, *fields, spans=spans))
-        self._forget(request)
+        self._remove(request)
 
     def finish(
         self,
@@ -144,7 +144,7 @@ class Responses:
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         _, input_ns, infer_ns, output_ns, *_ = timing
         request.client.post(Finished(request.id, *response, input_ns, infer_ns, output_ns, spans))
-        self._forget(request)
+        self._remove(request)
 
     def release(self, now_ns: int) -> None:
         """Send the held outcomes whose turn has come."""
@@ -183,7 +183,7 @@ class Responses:
         request.client.post(Failed(request.id, code, message, 0, early))
         if not early:
             self._drop_held(request)
-            self._forget(request)
+            self._remove(request)
 
     def close(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request that no worker has any more and whose result is not used."""
@@ -193,10 +193,10 @@ class Responses:
             case State.FAILED_EARLY:
                 request.meet(Event.SETTLE)
                 request.client.post(Settled(request.id))
-                self._forget(request)
+                self._remove(request)
             case _:
                 request.meet(Event.SETTLE)
-                self._forget(request)
+                self._remove(request)
 
     def abandon(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request whose client has exited; its worker, if any, still returns it."""
@@ -205,7 +205,7 @@ class Responses:
         request.meet(Event.ABANDON)
         if request.state is State.DONE:
             self._drop_held(request)
-            self._forget(request)
+            self._remove(request)
 
     def drop_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
         """Release outputs of a request's worker that no client will read."""
@@ -223,7 +223,7 @@ class Responses:
             request.lookup.cancel()
         self.drop_outputs(request, outcome.response[1])
 
-    def _forget(self, request: ScheduledRequest) -> None:
+    def _remove(self, request: ScheduledRequest) -> None:
         self.live -= 1
         request.submit = DONE
         del request.client.requests[request.id]

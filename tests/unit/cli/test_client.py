@@ -115,14 +115,14 @@ def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
         ("STRANGE", [1], "unknown datatype, STRANGE"),
     ],
 )
-def test_what_does_not_fit_is_named(datatype: str, value: Any, text: str) -> None:
+def test_an_input_that_does_not_fit_is_named(datatype: str, value: Any, text: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         encode(tensor(datatype, -1), value)
     assert text in str(raised.value)
     assert "'X'" in str(raised.value)
 
 
-def test_arrays_become_what_the_model_takes() -> None:
+def test_arrays_are_converted_to_the_datatype_of_the_model() -> None:
     transposed = np.array([[1, 2], [3, 4]], dtype=">i2").T
     assert encode(tensor("INT32", -1, 2), transposed)[1] == np.array([1, 3, 2, 4], "<i4").tobytes()
     assert encode(tensor("FP16", -1), np.array([1.0, 1e9])) == ([2], b"\x00\x3c\x00\x7c")
@@ -268,7 +268,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--nothing"], 2, "--input"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_each_problem_is_one_line(
     server: HTTPServer,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -346,7 +346,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
         ("UINT8", (2, 2, 2, 3, 4), "resize it"),
     ],
 )
-def test_what_a_file_lacks_is_said(
+def test_the_error_names_what_a_file_lacks(
     tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str
 ) -> None:
     value = load("X", f"@{picture(tmp_path / 'photo.png')}")

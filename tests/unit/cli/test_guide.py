@@ -51,7 +51,7 @@ def test_an_unknown_topic_gets_the_nearest(
     assert f"there is no page '{topic}', did you mean '{near}'?" in capsys.readouterr().err
 
 
-def test_one_like_nothing_is_told_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_topic_gets_a_pointer_to_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide", "0000"]) == 2
     assert "`shmserve guide` lists them" in capsys.readouterr().err
 
@@ -98,7 +98,7 @@ def test_every_flag_is_on_its_page() -> None:
     assert all(f"--{flag.name}" in shown for flag in FLAGS.values())
 
 
-def test_the_clients_reference_has_all_that_programs_may_use() -> None:
+def test_the_clients_reference_has_the_whole_public_api() -> None:
     shown = guide.page("client")
     for name in shmserve.client.__all__:
         assert f"shmserve.client.{name}" in shown or f"\n{name}(" in shown

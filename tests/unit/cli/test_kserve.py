@@ -31,7 +31,7 @@ def container(manifest: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def test_it_is_what_the_api_takes(manifest: dict[str, Any]) -> None:
+def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:
     jsonschema_rs.validator_for(SCHEMA).validate(manifest)
 
 
@@ -78,7 +78,7 @@ def test_its_flags_are_those_that_its_ports_and_probes_need(
     assert int(pause) + config.exit_timeout_s < 30  # terminationGracePeriodSeconds
 
 
-def test_what_is_mounted_is_there(manifest: dict[str, Any]) -> None:
+def test_shared_memory_is_mounted(manifest: dict[str, Any]) -> None:
     (volume,) = manifest["spec"]["volumes"]
     assert volume["emptyDir"]["medium"] == "Memory"
     assert container(manifest)["volumeMounts"] == [

@@ -44,7 +44,7 @@ def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_systemd_has_nothing_to_say_of_the_units(image: Path) -> None:
+def test_systemd_analyze_accepts_the_units(image: Path) -> None:
     found = [image / SYSTEM / name for name in systemd.UNITS]
     assert tool("systemd-analyze", "verify", "--man=no", *found) == ""
 
@@ -104,7 +104,7 @@ def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
     assert sorted(names) == sorted(LISTENERS)
 
 
-def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "etc/shmserve/shmserve.yaml"
     unit = tmp_path / SYSTEM / "shmserve.service"
     assert run("install", tmp_path, "--dry-run") == 0
@@ -139,7 +139,7 @@ def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert drop_ins == {"10-nvidia.conf"}
 
 
-def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
+def test_remove_keeps_only_files_that_other_programs_wrote(image: Path) -> None:
     wants = image / SYSTEM / "multi-user.target.wants"
     wants.mkdir()
     for name in ("shmserve.service", "shmserve@blue.service", "other.service"):
@@ -194,7 +194,7 @@ def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--user", "--root=/x"], "--root: an image has no user's manager"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_impossible_options_are_rejected(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["systemd", "show", *arguments]) == 2

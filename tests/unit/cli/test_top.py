@@ -51,7 +51,7 @@ def names(top: Top) -> list[str]:
     return [line.split()[0] for line in shown_of(top)[3:7]]
 
 
-def test_what_hurts_comes_first() -> None:
+def test_models_with_problems_come_first() -> None:
     lines = shown_of(some())
     assert lines[0].startswith("shmserve: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
     assert lines[1].startswith("5 processes 0.5 GiB PSS  1 died  2 regions 0.25 GiB  arena 0/1")

@@ -81,7 +81,7 @@ def readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def test_what_is_lost_while_one_looks_around_wakes_again(
+def test_a_loss_during_a_check_wakes_the_waiter_again(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
@@ -118,7 +118,7 @@ def test_a_task_that_comes_while_answers_are_taken_is_run(
     assert ran.wait(5)
 
 
-def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
+def test_a_submission_during_close_fails_with_disconnected(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiter = ThreadChannel(connection)
@@ -140,7 +140,7 @@ def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
         waiter.submit(built(connection))
 
 
-def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: ServerConnection) -> None:
+def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
     left, other = waiter.submit(built(connection)), waiter.submit(built(connection))

@@ -363,7 +363,7 @@ def test_pinned_host_memory(
 # --- what is refused
 
 
-def test_what_cannot_be_allocated(
+def test_invalid_allocations_are_rejected(
     host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
@@ -462,7 +462,7 @@ def test_the_same_handle_shared_again_is_another_memory() -> None:
         *("a negative device", "a device that is not there", "more than a user may have"),
     ],
 )
-def test_what_is_wrong_with_a_handle(
+def test_invalid_handles_are_rejected(
     host: SupervisorContext,
     client: Server,
     handle: bytes,

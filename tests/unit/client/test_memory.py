@@ -100,7 +100,7 @@ class Pair(NamedTuple):
     b: View
 
 
-def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None:
+def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
     """Requests of ever other sizes, one at a time, need the memory of one."""
     model = ClientModel(published())
     for step in range(8):
@@ -115,7 +115,7 @@ def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None
     assert memories.allocate(60 << 20, alone=True)
 
 
-def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
+def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)
     memories.close()
@@ -125,7 +125,7 @@ def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
     assert segment() is None
 
 
-def test_memory_whose_making_is_interrupted_is_gone(
+def test_memory_is_freed_if_its_allocation_is_interrupted(
     memories: Memories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: int) -> None:
@@ -218,7 +218,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_what_a_call_alone_says_is_not_packed(memories: Memories, large: bool) -> None:
+def test_options_of_one_call_are_not_in_the_template(memories: Memories, large: bool) -> None:
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
     size = 8192 if large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
@@ -379,7 +379,7 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
         assert read_back(TensorRef("p", "INT32", (1,), place))["p"].tolist() == [4]
 
 
-def test_what_programs_pass() -> None:
+def test_accepted_input_types() -> None:
     array, datatype = from_program(torch.ones(3, dtype=torch.bfloat16), None, "x")
     assert datatype == "BF16" and array.dtype == np.uint16
     assert from_program(np.array(["a"]), None, "x")[1] == "BYTES"
@@ -431,7 +431,7 @@ def test_lists_keep_their_numbers() -> None:
         ([["a"]], "BF16"),
     ],
 )
-def test_lists_whose_numbers_the_datatype_has_not(value: object, datatype: str) -> None:
+def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
     with pytest.raises(InvalidArgument, match=f"input 'x' is no {datatype} tensor"):
         from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
@@ -483,7 +483,7 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
         assert prepared.packed([array], None, parameters) == expected
 
 
-def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
+def test_local_clients_cannot_forge_identities_or_memory() -> None:
     capabilities, others = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
     assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST

@@ -36,7 +36,7 @@ def test_the_table_has_every_message_and_field() -> None:
     assert "\n".join(rows) in PAGE
 
 
-def test_the_example_is_what_is_packed() -> None:
+def test_the_example_equals_the_packed_message() -> None:
     packed = pack_inference(Inference((TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
     frame = frames.pack([m.Submit(7, *packed, 1000, 0, 0, 0)]).hex()
     start = PAGE.index(f"    92 {frames.VERSION:02x}")

@@ -70,7 +70,7 @@ def values(responses: Any) -> list[int]:
     return [int(response["y"][0]) for response in responses]
 
 
-def test_what_was_read_is_granted_together(
+def test_credit_for_several_responses_is_one_message(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     ended: list[str] = []
@@ -88,7 +88,7 @@ def test_what_was_read_is_granted_together(
     assert ended == ["free"] and list(stream) == []
 
 
-def test_what_is_large_is_granted_sooner(
+def test_large_responses_are_credited_sooner(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert credit.BYTES_TOGETHER < MOST_UNREAD_BYTES
@@ -105,7 +105,7 @@ def test_what_is_large_is_granted_sooner(
 
 
 @pytest.mark.parametrize("how", ["close", "collected"])
-def test_who_leaves_cancels_and_reads_no_more(
+def test_closing_a_stream_cancels_it_and_ignores_later_responses(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, how: str
 ) -> None:
     ended: list[str] = []
@@ -178,7 +178,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     if begun:
         scheduler.send(responded(submit.id, 0))
         assert values([next(stream)]) == [0]
-    connection.lose(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
+    connection.on_scheduler_lost(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
     if begun:
         with pytest.raises(Unavailable, match="after the request's first response"):
             next(stream)
@@ -191,7 +191,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     successor_router.close()
 
 
-def test_an_ordinary_answer_is_the_only_one(
+def test_a_unary_response_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     ended: list[str] = []
@@ -223,4 +223,4 @@ def test_the_end_of_the_connection_ends_them(
             next(stream)
         assert list(stream) == []
         with pytest.raises(ShmserveError):
-            opened(stream._way, tmp_path, [])
+            opened(stream._waiter, tmp_path, [])

@@ -40,7 +40,7 @@ def test_every_datatype_is_made_by_shape(datatype: str) -> None:
         assert (made.shape, len(made.raw)) == ([2, 3], 6 * size)
 
 
-def test_rows_are_added_to_what_batches() -> None:
+def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
     ((made,),) = data.items(BATCHED, Given(batch=4))
     assert made.shape == [4, 2]
     with pytest.raises(InvalidArgument, match="--batch: 4 rows, but the model takes no batches"):
@@ -91,7 +91,7 @@ def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None
         ('[{"Z": [1, 2]}]', "no input 'Z'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_explains_an_invalid_file(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "d.json"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
@@ -122,14 +122,14 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         ("x = ", "failed: SyntaxError"),
     ],
 )
-def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_explains_a_failing_program(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "d.py"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
         data.items(BATCHED, Given(source=str(path)))
 
 
-def test_outputs_have_their_size_or_what_is_said() -> None:
+def test_output_sizes_are_computed_or_taken_from_the_flag() -> None:
     assert data.output_sizes(BATCHED, 4, 99) == {"Y": 48}
     model = ModelInterface({}, {"A": ("FP32", (-1,)), "B": ("BYTES", (1,)), "C": ("FP16", (2, 2))})
     assert data.output_sizes(model, 1, 99) == {"A": 99, "B": 99, "C": 8}

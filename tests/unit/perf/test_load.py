@@ -75,7 +75,7 @@ def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(door: I
     assert one.mark().requests == len(door.sent) == len(one.records.late)
 
 
-def test_what_finds_no_slot_waits_and_its_time_counts_from_when_it_was_due(
+def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_scheduled_time(
     door: InstantDoor,
 ) -> None:
     # Four are due at once, and the next never.
@@ -100,7 +100,7 @@ def test_errors_are_counted_by_text_and_no_latency_is_theirs(door: InstantDoor) 
     assert one.mark().requests == door.sent.count("a")
 
 
-def test_a_silent_server_is_given_up(door: InstantDoor) -> None:
+def test_a_load_against_a_silent_server_ends(door: InstantDoor) -> None:
     one = load(door, [None], 1)
     one.begin()
     with pytest.raises(Unavailable, match=r"responded to no request for 0\.2 s"):
@@ -157,7 +157,7 @@ def test_rates_may_be_fractions() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "1.5", "3:1", "1:3:0", "1:2:3:4", "1,,2"])
-def test_what_is_none_is_refused_by_name(text: str) -> None:
+def test_unknown_schedules_are_rejected_by_name(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--concurrency: "):
         loads_of(text, "concurrency", int)
 

@@ -55,7 +55,9 @@ def test_the_interval_is_students() -> None:
     )
 
 
-def test_a_window_has_what_ended_in_it_and_time_counts_from_the_intended_start() -> None:
+def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_scheduled_start() -> (
+    None
+):
     records = Records()
     for began, ended in [(0, 5), (1, 9), (2, 20)]:
         records.began.append(began)

@@ -20,7 +20,7 @@ POINT = Point(
 )
 
 
-def test_the_table_says_what_takes_the_time() -> None:
+def test_the_table_attributes_the_time() -> None:
     head, row, _, _, server = report.table([POINT]).splitlines()
     assert head.split()[:3] == ["load", "requests/s", "±"]
     assert row.split()[:6] == ["concurrency", "4", "2,000.0", "1.0%", "2.000", "1.500"]
@@ -28,7 +28,7 @@ def test_the_table_says_what_takes_the_time() -> None:
     assert server.split()[-6:] == ["100.0", "10.0", "500.0", "20.0", "1370.0", "2.50"]
 
 
-def test_what_makes_figures_doubtful_is_said() -> None:
+def test_the_report_warns_of_unreliable_figures() -> None:
     assert report.notes(POINT) == []
     bad = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
     said = "; ".join(report.notes(replace(bad, client_busy=0.95)))
@@ -56,14 +56,14 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"format": 2, "points": []}', '{"format": 1, "points": [3]}']
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_report_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match="--compare: "):
         report.older(str(path))
 
 
-def test_csv_has_a_line_a_load() -> None:
+def test_csv_has_one_line_per_load() -> None:
     found = list(csv.DictReader(report.rows([POINT, replace(POINT, value=8.0)]).splitlines()))
     assert [row["value"] for row in found] == ["4.0", "8.0"]
     assert (found[0]["latency.p99"], found[0]["server.m.queue"]) == ("5.0", "100.0")
@@ -80,7 +80,7 @@ def test_the_picture_is_svg(values: list[float]) -> None:
     assert len(marks) == (5 if len(values) == 1 else 9)
 
 
-def test_what_the_server_counted_is_a_difference() -> None:
+def test_server_counts_are_differences() -> None:
     def stats(count: int, ns: int, runs: int) -> dict[str, object]:
         times = {"count": count, "ns": ns}
         return {

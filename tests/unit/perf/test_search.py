@@ -86,7 +86,7 @@ def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
     assert best is not None and best.candidate.batch == 16
 
 
-def test_what_does_not_batch_gets_instances() -> None:
+def test_models_without_batching_get_more_instances() -> None:
     space = Space((1, 2, 4, 8), [{"depth": depth} for depth in (1, 2, 4)], 0)
     search = Search(model(4, 1, 4), TARGET_MS, space, 40)
     best = search.run(Candidate(1, 0))
@@ -95,7 +95,7 @@ def test_what_does_not_batch_gets_instances() -> None:
     assert all(trial.candidate.batch == 0 for trial in search.trials.values())
 
 
-def test_what_no_configuration_holds_is_said() -> None:
+def test_an_unreachable_target_is_reported() -> None:
     search = Search(model(40, 1, 2), TARGET_MS, SPACE, 40)
     assert search.run(START) is None
     assert search.trials
@@ -173,7 +173,7 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
     assert in_force(BATCHING) == CONFIG  # which is not touched
 
 
-def test_what_does_not_batch_keeps_it_so() -> None:
+def test_models_without_batching_keep_that_setting() -> None:
     config = in_force(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
     start = search.start(config)
     assert (start.batch, start.strategy) == (0, "")
@@ -194,7 +194,7 @@ def test_what_does_not_batch_keeps_it_so() -> None:
         ({"backend": "llm"}, "engine.yaml"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(more: dict[str, Any], why: str) -> None:
+def test_models_that_cannot_be_tuned_are_rejected(more: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidArgument, match=f"model 'm' cannot be tuned: .*{why}"):
         search.start({**CONFIG, **more})
 

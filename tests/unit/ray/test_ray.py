@@ -38,7 +38,7 @@ def test_paths_stay_as_they_were_spelled(
         "/v2/models/x/trace/setting",
     ],
 )
-def test_what_only_a_node_can_answer_is_refused(path: str) -> None:
+def test_routes_of_single_nodes_are_rejected(path: str) -> None:
     assert refusal(path).endswith("ask that node's server")
 
 
@@ -81,7 +81,7 @@ def test_flags_are_those_of_the_command_line() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_when_the_application_is_built(
+def test_invalid_arguments_fail_when_the_application_is_built(
     args: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):

@@ -34,7 +34,7 @@ def test_it_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
     for _ in range(100):
         size = sizes.randint(1, 32)
         time.observe(size, (setup_ms + each_ms * size) * MS)
-    assert time.known
+    assert time.is_known
     for size in (8, 64):
         assert time.expected_ns(size) == pytest.approx((setup_ms + size * each_ms) * MS, rel=0.1)
     assert time.setup_ns == pytest.approx(setup_ms * MS, rel=0.01)
@@ -126,7 +126,7 @@ def test_a_lone_client_is_no_burst() -> None:
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_what_has_made_for_shorter_latencies_is_done_most_of_the_time(better: bool) -> None:
+def test_the_way_with_shorter_latencies_is_used_mostly(better: bool) -> None:
     trial, done = Ways(Account()), []
     for _ in range(2400):
         done.append(trial.on)
@@ -135,7 +135,7 @@ def test_what_has_made_for_shorter_latencies_is_done_most_of_the_time(better: bo
     assert 0.85 < share < 1
 
 
-def test_what_pays_may_change() -> None:
+def test_the_better_way_may_change() -> None:
     trial = Ways(Account())
     for better in (True, False, True):
         for _ in range(4800):
@@ -220,7 +220,7 @@ def test_a_deadline_and_a_drain_end_the_wait() -> None:
     assert batcher.decide(now, [item], 0) == Batch(1, Closed.IDLE)
 
 
-def test_what_would_be_late_together_and_not_apart_runs_apart() -> None:
+def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
     """10 ms + 1 ms each: 12 together take 22 ms, 9 take 19 and the other 3 then 13."""
     batcher, now = learned(42, gap_ms=0.1)
     old = [Item(now - 22 * MS) for _ in range(4)]
@@ -323,7 +323,7 @@ def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
     assert patient.percentile_ms(99) > 40
 
 
-def test_what_cannot_be_held_is_caught_up_with_in_full_batches() -> None:
+def test_an_overload_is_served_in_full_batches() -> None:
     run = Simulation(adaptive(20), linear(10, 0.5)).open_loop(2000, 4000)
     eager = Simulation(fixed(0), linear(10, 0.5)).open_loop(2000, 4000)
     assert run.per_second > 0.98 * eager.per_second

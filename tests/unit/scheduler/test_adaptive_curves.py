@@ -87,7 +87,7 @@ def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
         ({5: 40, 16: 15, 32: 15}, 32),
     ],
 )
-def test_what_may_have_been_disturbed_runs_again_where_all_stays_late(
+def test_a_possibly_disturbed_size_is_tried_again_under_overload(
     seen: dict[int, int], again: int
 ) -> None:
     times = SizeTimes(32)
@@ -100,7 +100,7 @@ def test_what_may_have_been_disturbed_runs_again_where_all_stays_late(
 
 
 @pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
-def test_large_sizes_share_a_place_and_none_is_larger_than_what_waits(largest: int) -> None:
+def test_large_sizes_share_an_index_and_none_exceeds_the_queue(largest: int) -> None:
     times = SizeTimes(largest)
     for number in range(200):
         size = 1 + number * 7919 % largest

@@ -15,18 +15,18 @@ MOMENT = Moment(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, needed=False)
 def settled() -> Account:
     """An account after the time to learn."""
     account = Account()
-    account.settle()
+    account.end_learning()
     return account
 
 
-def test_what_is_in_time_even_at_worst_costs_nothing() -> None:
+def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
     account = settled()
     account.spend(1000)
     assert Sizes(account).allowed(9, 50 * MS, MOMENT, 100)
     assert not Sizes(account).allowed(9, 100 * MS, MOMENT, 100)
 
 
-def test_the_price_is_what_is_late_in_it_and_behind_it() -> None:
+def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
     """100 ms for 9: 9 late in it, and 47.5 ms lost of which 0.25 come each, at 3/8 idle: 32."""
     for credit, allowed in ((40.0, False), (42.0, True)):
         account = Account()
@@ -40,7 +40,7 @@ def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
     assert Sizes(account).allowed(9, 100 * MS, replace(MOMENT, most_here=12.0), 100)
 
 
-def test_what_is_needed_is_tried_whatever_it_costs() -> None:
+def test_a_necessary_trial_runs_at_any_price() -> None:
     sizes = Sizes(settled())
     assert sizes.allowed(32, 1000 * MS, replace(MOMENT, needed=True), 100)
     assert not sizes.due(101) and sizes.due(102)
@@ -52,7 +52,7 @@ def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
     assert not sizes.due(115) and sizes.due(116)
 
 
-def test_a_try_costs_the_misses_it_makes_and_these_are_no_others() -> None:
+def test_a_trial_costs_exactly_its_own_misses() -> None:
     account = settled()
     before, sizes = account.credit, Sizes(account)
     assert sizes.allowed(9, 50 * MS, MOMENT, 100)

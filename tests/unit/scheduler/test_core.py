@@ -134,7 +134,7 @@ def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> Non
     ]
 
 
-def test_an_ordered_answer_does_not_wait_for_a_request_that_was_given_up() -> None:
+def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     rig.start(0, 100)
     rig.start(1, 101)
@@ -180,7 +180,7 @@ def test_read_outputs_are_given_back_to_the_worker_that_made_them() -> None:
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0, 64]))]
 
 
-def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
+def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     first, batch = rig.begin()
     for _ in range(3000):
@@ -197,7 +197,7 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     ]
 
 
-def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_back() -> None:
+def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
     """The worker of a scheduler's predecessor comes once it has time."""
     rig = Rig()
     rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
@@ -216,7 +216,7 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
     assert rig.workers.take() == [] and rig.core.executions._early == {}
 
 
-def test_outputs_that_are_read_before_a_successor_has_heard_of_instances_are_given_back() -> None:
+def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
     """Clients may hear of it first, also after other instances were announced. Of processes that
     there are not, so much is kept, and none of what is for those that there are goes for it."""
     rig = Rig()
@@ -237,7 +237,7 @@ def test_outputs_that_are_read_before_a_successor_has_heard_of_instances_are_giv
     assert not rig.core.executions._early and not rig.core.executions._unknown
 
 
-def test_a_worker_that_has_offered_itself_is_told_what_came_before_it_was_announced() -> None:
+def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> None:
     rig = Rig()
     rig.client(m.Release(100, [64]))
     rig.worker(b"0.100", m.InstanceReady(0, 100))
@@ -287,7 +287,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     ]
 
 
-def test_what_is_late_makes_room_in_a_full_queue_and_does_not_begin() -> None:
+def test_expired_requests_are_removed_from_a_full_queue() -> None:
     """Also within a turn, when an instance has just become free."""
     rig = Rig(max_queue_size=1)
     (late,) = rig.submit(timeout_ns=5 * MS)
@@ -313,7 +313,7 @@ def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
+def test_a_duplicate_id_is_dropped_but_other_clients_may_use_it() -> None:
     rig = Rig()
     (number,) = rig.submit()
     rig.submit(id=number)
@@ -328,7 +328,7 @@ def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
     assert rig.report()["shmserve"]["malformed"] == 1
 
 
-def test_a_failed_pool_refuses_what_waits_and_what_comes() -> None:
+def test_a_failed_pool_rejects_queued_and_new_requests() -> None:
     rig = Rig()
     rig.supervisor(InstanceExpected(0, 100))
     (waiting,) = rig.submit()
@@ -352,7 +352,7 @@ def test_the_supervisor_hears_of_the_first_execution_of_each_process() -> None:
         rig.supervisor(ProcessExited(pid, "signal 11"))
 
 
-def test_what_dies_before_its_stream_has_ended_has_served_nothing() -> None:
+def test_an_instance_that_dies_during_its_first_stream_has_served_nothing() -> None:
     rig, peer = ready_rig(decoupled=True)
     rig.submit()
     _, batch = rig.execute()
@@ -387,7 +387,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
     assert rig.wake_ns == NEVER
 
 
-def test_a_deadline_passes_while_the_instance_is_busy_with_others() -> None:
+def test_a_deadline_expires_while_the_instance_is_busy() -> None:
     rig, _ = ready_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     rig.submit()
     rig.execute()
@@ -419,7 +419,7 @@ def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> 
     assert rig.core.live == 0
 
 
-def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
+def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     rig, _ = ready_rig({})
     rig.core.executions.service_time.pipeline_depth = 2
     (running,) = rig.submit()
@@ -532,7 +532,7 @@ def test_a_queued_request_is_cancelled() -> None:
     assert second
 
 
-def test_an_executing_request_is_cancelled_without_touching_the_others() -> None:
+def test_cancelling_an_executing_request_does_not_affect_other_requests() -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2, timeout_ns=50 * MS)
     _, batch = rig.execute()
@@ -548,7 +548,7 @@ def test_an_executing_request_is_cancelled_without_touching_the_others() -> None
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0]))]
 
 
-def test_a_client_that_is_gone_is_owed_nothing() -> None:
+def test_an_exited_client_receives_nothing() -> None:
     rig, peer = ready_rig({}, max_batch_size=2)
     rig.submit(1)
     rig.submit(2, peer=OTHER)
@@ -614,7 +614,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     assert rig.answers() == [m.Finished(good, b"done", [b"done"])]
 
 
-def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_again() -> None:
+def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
     """It would give something else than its answer."""
     rig = Rig({})
     rig.start(0, 100)
@@ -632,7 +632,7 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
 
 
-def test_who_does_not_wait_any_more_is_not_run_again() -> None:
+def test_a_cancelled_request_is_not_retried() -> None:
     rig = Rig({}, max_batch_size=3)
     for number in range(3):
         rig.submit(timeout_ns=5 * MS if number == 0 else 0)
@@ -733,7 +733,7 @@ def test_a_client_without_a_pid_in_its_name_is_served() -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
+def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
     rig, peer = ready_rig({"max_queue_delay_microseconds": 10_000_000}, delay_scheduler=9)
     (number,) = rig.submit()
     assert rig.executes() == []
@@ -813,7 +813,7 @@ def families(rig: Rig) -> Any:
     return rig.report()["shmserve"]["families"]
 
 
-def test_what_is_said_beside_a_request_goes_beside_its_work() -> None:
+def test_request_options_reach_the_worker() -> None:
     rig, _ = ready_rig({})
     said: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
     said |= {"correlation_id": 4, "correlation_text": "text"}

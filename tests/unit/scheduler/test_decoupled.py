@@ -72,7 +72,7 @@ def test_an_error_may_be_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_request_fails_by_what_its_model_raises_and_not_by_an_error_that_it_sends(
+def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(
     failed: bool,
 ) -> None:
     rig, peer, number, key = started()
@@ -151,7 +151,7 @@ def test_an_ordinary_model_has_one_response() -> None:
     assert rig.report()["shmserve"]["malformed"] == 1
 
 
-def test_responses_of_strangers_and_of_others_requests_are_dropped() -> None:
+def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> None:
     rig, _, number, key = started()
     other = rig.start(1, 101)
     rig.respond(b"0.77", key)
@@ -165,7 +165,7 @@ def test_responses_of_strangers_and_of_others_requests_are_dropped() -> None:
 # --- credit ---------------------------------------------------------------------------------------
 
 
-def test_what_a_client_has_read_is_granted_to_the_worker() -> None:
+def test_credit_of_a_client_reaches_the_worker() -> None:
     rig, peer, number, key = started()
     for _ in range(3):
         rig.respond(peer, key)
@@ -175,7 +175,7 @@ def test_what_a_client_has_read_is_granted_to_the_worker() -> None:
 
 
 @pytest.mark.parametrize("absurd", [1 << 62, (1 << 64) - 1])
-def test_nobody_has_read_more_than_was_sent(absurd: int) -> None:
+def test_credit_is_limited_to_the_responses_sent(absurd: int) -> None:
     rig, peer, number, key = started()
     rig.client(m.Credit(number, 5))
     rig.respond(peer, key)
@@ -209,7 +209,7 @@ def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, respons
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 1
 
 
-def test_a_client_that_is_gone_costs_its_requests_only() -> None:
+def test_an_exited_client_ends_only_its_own_requests() -> None:
     rig, peer, _, key = started()
     rig.respond(peer, key)
     rig.returned(peer, m.Execute(1, []))
@@ -246,7 +246,7 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
 # --- ends of workers ------------------------------------------------------------------------------
 
 
-def test_what_has_had_a_response_never_runs_again() -> None:
+def test_a_request_with_a_response_is_never_retried() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
     rig.supervisor(ProcessExited(100, "signal 9"))
@@ -258,7 +258,7 @@ def test_what_has_had_a_response_never_runs_again() -> None:
     assert rig.executes() == []
 
 
-def test_what_was_open_never_runs_again() -> None:
+def test_an_open_request_is_never_retried() -> None:
     rig, peer, number, _ = started()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(ProcessExited(100, ""))

@@ -81,9 +81,9 @@ def test_slow_ones_are_told_at_their_last_response() -> None:
     made.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     made.ended(PEER, Settled(3))
     assert [(each.sampled, each.error) for each in told] == [(False, ""), (False, "boom")]
-    made.forget(901)
+    made.process_exited(901)
     assert made.open
     made.begin(PEER, submit(5, age_ms=150))
-    made.forget(900)
+    made.process_exited(900)
     assert not made.open
     assert [each.error for each in told[2:]] == ["its client has gone"]  # the other was quick

@@ -159,13 +159,13 @@ def test_it_has_failed_while_every_instance_is_gone(pool: Pool) -> None:
     pool.process_exited(100)
     pool.process_exited(101)
     assert pool.failure == "" and counts(pool) == {"expected": 2}
-    pool.give_up(0, "broken")
+    pool.instance_failed(0, "broken")
     assert pool.failure == ""
-    pool.give_up(1, "broken, too")
+    pool.instance_failed(1, "broken, too")
     assert pool.failure == "broken, too" and counts(pool) == {"gone": 2}
     pool.expect(0, 102)
     assert pool.failure == ""
-    pool.give_up(0, "again")
+    pool.instance_failed(0, "again")
     pool.expect(2, 103)
     pool.retire(2)
     assert pool.failure == "" and retired(pool) == [103]

@@ -75,7 +75,7 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     assert rig.runs() == {}
 
 
-def test_what_a_step_s_queue_refuses_is_told_in_its_words() -> None:
+def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
     """Behind the ensemble's name, and without a code: the error has that. To the ensemble it is a
     failure of OTHER, as in Triton: REJECTED is the step's."""
     rig = EnsembleRig(CHAIN, MODELS)
@@ -110,7 +110,7 @@ def test_a_cancelled_request_begins_no_step() -> None:
     assert rig.runs() == {}
 
 
-def test_a_deadline_is_told_at_once_and_memory_later() -> None:
+def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(deadline_ms=10)
     ((_, submit),) = rig.sent()
@@ -208,7 +208,7 @@ def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() ->
     assert (rig.client_messages(), rig.core.live) == ([], 0)
 
 
-def test_what_waits_for_room_is_bounded() -> None:
+def test_requests_waiting_for_capacity_are_bounded() -> None:
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
     for number in (1, 2, 3, 4):
         rig.submit(number)
@@ -221,7 +221,7 @@ def test_what_waits_for_room_is_bounded() -> None:
     assert rig.client_messages() == []
 
 
-def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
+def test_requests_of_an_exited_client_do_not_run() -> None:
     """Its frames may come after the news of its end."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.from_control(ProcessExited(7000, ""))  # the gateway
@@ -229,7 +229,7 @@ def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
     assert (rig.runs(), rig.client_messages(), rig.core.live) == ({}, [], 0)
 
 
-def test_places_of_models_that_are_gone_are_forgotten() -> None:
+def test_endpoints_of_withdrawn_models_are_removed() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     known = len(rig.core._endpoints)
     for number in range(50):
@@ -253,7 +253,7 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
     assert only(rig.client_messages(), m.Responded).final
 
 
-def test_a_stream_whose_request_has_failed_goes_on_to_its_end() -> None:
+def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     """What it has given, and waits to be read, was to be read with what a failed step has not
     made."""
     rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
@@ -334,7 +334,7 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     assert output.memory_range is not None and not output.or_input
 
 
-def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
+def test_memory_of_an_exited_client_is_freed() -> None:
     elements = 10_000
     rig = EnsembleRig(CHAIN[:1], [model("a", dims=(elements,))], ["m"], dims=(elements,))
     rig.submit(data=bytes(4 * elements))
@@ -346,7 +346,7 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     assert rig.memory.used == 0
 
 
-def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
+def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
     """Both lie in the process's memory: a release says which by its offset alone."""
     elements = 10_000
     shape = [model("a", dims=(elements,))]
@@ -380,7 +380,7 @@ def test_a_scheduler_that_is_lost() -> None:
     assert only(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
 
 
-def test_what_a_scheduler_says_of_a_step_that_has_gone_elsewhere_is_not_taken() -> None:
+def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
     """It is in the same process, and stops: its model has moved to another one."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
@@ -392,7 +392,7 @@ def test_what_a_scheduler_says_of_a_step_that_has_gone_elsewhere_is_not_taken() 
     assert rig.runs().keys() == {"b"}
 
 
-def test_a_step_that_was_refused_goes_to_who_serves_now() -> None:
+def test_a_rejected_step_is_sent_to_the_current_scheduler() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
@@ -401,7 +401,7 @@ def test_a_step_that_was_refused_goes_to_who_serves_now() -> None:
     assert rig.sent() == [("anew", first)]
 
 
-def test_what_a_step_refuses_for_good_keeps_its_hint() -> None:
+def test_a_final_rejection_of_a_step_keeps_its_retry_hint() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", "full", 7, False))

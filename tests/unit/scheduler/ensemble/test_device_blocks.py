@@ -54,7 +54,7 @@ def rig_of(*models: dict[str, Any], exporting: Exporting | None = None) -> Ensem
     return EnsembleRig(CHAIN, models, dims=(SIZE,), cuda=lambda: cuda)
 
 
-def test_what_is_between_two_steps_on_one_device_is_written_and_read_there() -> None:
+def test_tensors_between_steps_on_one_device_stay_there() -> None:
     cuda = FakeCuda()
     rig = rig_of(on_gpu("a"), on_gpu("b"), on_cpu("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
@@ -83,7 +83,7 @@ def test_what_is_between_two_steps_on_one_device_is_written_and_read_there() -> 
     assert rig.memory.used == 0
 
 
-def test_a_worker_that_is_told_of_the_ensembles_death_lets_its_memory_go() -> None:
+def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     cuda = FakeCuda()
     rig = rig_of(on_gpu("a"), on_gpu("b"), on_gpu("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))

@@ -130,7 +130,7 @@ STREAM = Graph(
 
 
 @given(st.permutations(["many", "many", "many", "once"]))
-def test_a_stream_meets_what_there_is_one_of_in_any_order(order: list[str]) -> None:
+def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -> None:
     flow = Flow(plan(STREAM, many=(0,)))
     flow.begin([("IN", value("IN"))])
     many, once = sorted(flow.firings, key=lambda firing: firing.step.index)
@@ -155,7 +155,7 @@ def test_a_skipped_stream_is_one_response_without_it() -> None:
     assert (flow.firings, flow.responses) == ([], [{}])
 
 
-def test_an_optional_input_does_without_what_was_skipped() -> None:
+def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
     step = StepNode(0, "m", "", {"X": "IN", "Z": "Z"}, {"Y": "OUT"})
     graph = Graph("e", (step,), ("IN", "Z"), ("OUT",))
     for optional, runs in (((), False), (("Z",), True)):
@@ -165,7 +165,7 @@ def test_an_optional_input_does_without_what_was_skipped() -> None:
 
 
 @given(graphs(), st.dictionaries(st.integers(0, 6), st.integers(0, 1)))
-def test_only_what_nobody_else_reads_stays_on_a_device(
+def test_only_tensors_with_one_reader_stay_on_a_device(
     graph: Graph, devices: dict[int, int]
 ) -> None:
     """Who writes a tensor and all who read it are there; no client, and no condition."""

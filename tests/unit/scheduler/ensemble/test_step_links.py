@@ -26,7 +26,7 @@ class Neighbour:
         self.received.append(message)
 
 
-def test_what_was_read_reaches_a_step_that_has_left_the_process(tmp_path: Path) -> None:
+def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> None:
     """Nothing was submitted to it where it is now, so there is no link to it yet."""
     links, there = InProcessLinks(), f"ipc://{tmp_path}/s2"
     with contextlib.closing(Router(there)) as router:

@@ -141,7 +141,7 @@ class Elsewhere:
         self.arena.view(self.memory_range)[:] = bytes(self.memory_range.byte_size)
 
 
-def test_what_a_client_reads_is_the_ensembles_own() -> None:
+def test_clients_read_memory_of_the_ensemble() -> None:
     """A worker takes its memory back when the ensemble's process ends, and the client may read for
     longer: it reads a copy, and the worker has its block back at once."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
@@ -172,7 +172,7 @@ def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
     assert [len(planned.kinds) for planned in plan.steps.values()] == [5, 1]
 
 
-def test_what_only_the_next_step_reads_is_not_copied() -> None:
+def test_tensors_between_two_steps_are_not_copied() -> None:
     """Its worker reads it where it lies."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()

@@ -18,7 +18,7 @@ def sealed(pool: BlockPool, count: int) -> list[int]:
     return blocks
 
 
-def test_a_block_may_be_written_by_who_holds_it_alone_if_it_has_no_key() -> None:
+def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> None:
     pool = BlockPool(4)
     free, shared = pool.allocate(2)
     pool.share([shared])
@@ -27,7 +27,7 @@ def test_a_block_may_be_written_by_who_holds_it_alone_if_it_has_no_key() -> None
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
-def test_what_was_released_is_one_extent_again(order: tuple[int, ...]) -> None:
+def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(4)
     for memory_range in order:

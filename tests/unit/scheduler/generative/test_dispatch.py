@@ -138,7 +138,7 @@ def test_requests_are_prepared_and_run_to_their_end() -> None:
     assert statistics["phases"]["schedule"] == plans * PLANNING_NS > 0
 
 
-def test_what_waits_for_an_instance_is_prepared_once_there_is_one() -> None:
+def test_waiting_requests_are_prepared_once_an_instance_is_ready() -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     (number,) = submit(rig)
@@ -155,7 +155,7 @@ def test_too_many_requests_that_wait_are_refused() -> None:
     assert ended(rig) == {numbers[3]: "UNAVAILABLE"}
 
 
-def test_what_can_never_run_is_refused_and_others_go_on() -> None:
+def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() -> None:
     settings = engine_settings(kv_cache_blocks=4)
     rig = rig_of(settings)
     llm = Llm(rig, settings, most=20)
@@ -205,7 +205,7 @@ def test_a_burst_fills_the_batch_and_the_queue() -> None:
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("turns", range(1, 14))
-def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int) -> None:
+def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, samples: int) -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings, samples=samples)
@@ -231,7 +231,7 @@ def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int)
 
 @pytest.mark.parametrize("second", [1, 3, 5, 40])
 @pytest.mark.parametrize("first", [4, 7, 40])
-def test_samples_that_begin_again_keep_what_they_had(first: int, second: int) -> None:
+def test_restarted_samples_keep_their_tokens(first: int, second: int) -> None:
     """Their worker generates the same tokens; those of all deaths are known to the last one."""
     settings = engine_settings()
     rig = rig_of(settings)
@@ -269,7 +269,7 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
     assert ended(rig) == {number: ""}
 
 
-def test_what_a_dead_instance_had_is_spread_over_those_that_stay() -> None:
+def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances() -> None:
     settings = engine_settings(max_waiting_requests=9)
     rig = rig_of(settings)
     rig.start(2, 102)
@@ -312,7 +312,7 @@ def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
     assert codes == {number: "INTERNAL"}
 
 
-def test_without_an_instance_to_come_who_was_at_work_is_refused() -> None:
+def test_running_generations_fail_if_no_instance_will_return() -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings)
@@ -323,7 +323,7 @@ def test_without_an_instance_to_come_who_was_at_work_is_refused() -> None:
     assert rig.snapshot()["executing"] == 0
 
 
-def test_a_client_that_vanishes_costs_the_others_nothing() -> None:
+def test_an_exited_client_does_not_affect_other_clients() -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings)
@@ -349,7 +349,7 @@ def test_results_of_another_step_end_the_worker() -> None:
     assert [each.process for each in kills] == [100]
 
 
-def test_a_drain_waits_for_what_runs() -> None:
+def test_a_drain_waits_for_running_generations() -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings)

@@ -54,7 +54,7 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
         rig.verify(generation, [0])
 
 
-def test_beams_that_have_lost_their_seats_take_none_from_others() -> None:
+def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
     rig = rig_of(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
     search = BeamSearch(2, 0.7, "false", [END, 7, 19])
     submit(rig, [1] * 4, 11, beams=search)
@@ -89,7 +89,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert whole.cached == 0
 
 
-def test_what_was_swapped_is_found_by_others() -> None:
+def test_swapped_blocks_are_found_by_other_sequences() -> None:
     rig = rig_of(kv_cache_blocks=8, preemption_mode="swap")
     _, second = (submit(rig, [token] * 12, 12) for token in (1, 2))
     rig.drain()
@@ -101,7 +101,7 @@ def test_what_was_swapped_is_found_by_others() -> None:
     assert again.cached == 20
 
 
-def test_what_can_never_run_is_refused() -> None:
+def test_a_generation_that_can_never_run_is_rejected() -> None:
     rig = rig_of(kv_cache_blocks=4)
     assert rig.submit([1] * 10, 8) is None
     assert rig.submit([1], 2, beams=BeamSearch(9, 1.0, "false", [])) is None
@@ -129,7 +129,7 @@ def test_where_nobody_is_preempted_all_samples_have_to_fit_together() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_nobody_runs_while_who_came_before_waits(policy: str, mode: str) -> None:
+def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
     rig = rig_of(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
     waiting = [submit(rig, [2 + memory_range, 1, 4, 1, 5], 18) for memory_range in range(8)]
     began: list[int] = []
@@ -142,7 +142,7 @@ def test_nobody_runs_while_who_came_before_waits(policy: str, mode: str) -> None
     assert rig.engine.counts.preemptions[mode]
 
 
-def test_who_is_last_in_order_makes_room() -> None:
+def test_the_last_sequence_in_order_is_preempted() -> None:
     rig = rig_of(kv_cache_blocks=8, scheduling_policy="priority")
     later = submit(rig, [1] * 12, 12, priority=3)
     rig.turn()
@@ -162,7 +162,7 @@ def test_a_step_that_preempted_admits_nobody() -> None:
     assert second.preemptions
 
 
-def test_who_is_in_the_step_makes_no_room() -> None:
+def test_sequences_of_the_running_step_are_not_preempted() -> None:
     rig = rig_of(kv_cache_blocks=9, prefill_chunk_size=4)
     long, short = submit(rig, [1] * 28, 2), submit(rig, [2] * 4, 12)
     rig.drain()
@@ -172,7 +172,7 @@ def test_who_is_in_the_step_makes_no_room() -> None:
 
 
 @pytest.mark.parametrize("proposals", [1, 3])
-def test_accepted_drafts_are_computed_once_and_found_by_others(proposals: int) -> None:
+def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     speculation = {"enabled": True, "adaptive_length": False, "num_spec_tokens": 4}
     rig = EngineRig(engine_settings(speculative_decoding=speculation), proposals)
     first = submit(rig, [4] * 5, 20)
@@ -187,7 +187,7 @@ def test_accepted_drafts_are_computed_once_and_found_by_others(proposals: int) -
     assert again.cached == 24
 
 
-def test_who_decodes_is_not_delayed_by_prompts() -> None:
+def test_prompts_do_not_delay_decoding_sequences() -> None:
     rig = rig_of(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
     first = submit(rig, [1] * 5, 12)
     rig.turn()
@@ -211,7 +211,7 @@ def test_prompts_are_cut_at_multiples_of_16() -> None:
     assert generation.sequences[0].computed == 16
 
 
-def test_a_target_cuts_prompts_beside_who_decodes() -> None:
+def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     rig = rig_of(target_itl_ms=2.0)
     submit(rig, [1] * 5, 20)
     rig.turn()

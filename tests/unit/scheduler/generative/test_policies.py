@@ -42,7 +42,7 @@ FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("policy", "first", "then"), FIRST)
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
-def test_who_goes_first(
+def test_the_order_of_sequences(
     policy: str, first: dict[str, Any], then: dict[str, Any], numbers: tuple[int, int]
 ) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
@@ -75,7 +75,7 @@ def test_the_time_of_a_step_is_learned() -> None:
     assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
 
 
-def test_some_steps_alike_do_not_spoil_what_is_expected() -> None:
+def test_similar_steps_do_not_distort_the_estimate() -> None:
     """As a server has it: a request alone for long, steps with nothing to compute, prompts, and
     proposals whose tokens cost less than nothing."""
     times = StepTimes()
@@ -104,7 +104,7 @@ def test_some_steps_alike_do_not_spoil_what_is_expected() -> None:
     st.integers(1, 64),
     st.floats(0.5, 200),
 )
-def test_what_comes_again_and_again_is_expected_whatever_was_before(
+def test_the_estimate_converges_to_repeated_observations(
     before: list[tuple[int, int, int, float]], decoded: int, took_ms: float
 ) -> None:
     times = StepTimes()
@@ -116,7 +116,7 @@ def test_what_comes_again_and_again_is_expected_whatever_was_before(
     assert times.prompt_token_ms > 0
 
 
-def test_a_chunk_fits_the_target_beside_who_decodes() -> None:
+def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
     times = learned()
     assert times.chunk(StepWork(8, 0), 0, 31.0) == 64  # 19 ms are left, for 76 tokens
     assert times.chunk(StepWork(0, 0), 0, 33.0) == 112
@@ -181,7 +181,7 @@ def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
     assert times.draft_ms == pytest.approx(100.0, rel=0.05)
 
 
-def test_what_is_not_accepted_is_not_proposed_for_a_while() -> None:
+def test_rejected_drafts_cause_a_pause() -> None:
     acceptance = Acceptance()
     assert acceptance.length(4, 0.3) == 4
     while acceptance.rate >= 0.3:
@@ -190,7 +190,7 @@ def test_what_is_not_accepted_is_not_proposed_for_a_while() -> None:
     assert lengths == [0] * 51 + [4]
 
 
-def test_what_came_behind_a_refusal_says_nothing() -> None:
+def test_drafts_after_a_rejected_one_are_not_observations() -> None:
     once, refused = Acceptance(0.5), Acceptance(0.5)
     once.observe(1, 0)
     refused.observe(4, 0)

@@ -71,7 +71,7 @@ def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
     assert closed(rig) == {Closed.SHAPE: 2, Closed.DELAY: 1}
 
 
-def test_past_the_largest_preferred_size_what_is_there_counts_as_preferred() -> None:
+def test_beyond_the_largest_preferred_size_any_size_counts_as_preferred() -> None:
     """Rule 3.1.3: 3 and 4 with a preferred 6 run as 3, immediately."""
     rig = Rig({**DELAY, "preferred_batch_size": [6]})
     assert sizes(rig, queue(rig, 3, 4)) == [1]
@@ -100,7 +100,7 @@ def test_when_the_delay_is_over_everything_runs_even_past_a_preferred_size() -> 
     assert closed(rig) == {Closed.DELAY: 1}
 
 
-def test_without_a_delay_what_is_there_runs() -> None:
+def test_without_a_delay_queued_requests_run_at_once() -> None:
     """Rule 3.1.6."""
     rig = Rig({"preferred_batch_size": [4]})
     assert sizes(rig, queue(rig, 1, 1)) == [2]
@@ -190,7 +190,7 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
     assert told == numbers
 
 
-def test_shutdown_refuses_what_is_new() -> None:
+def test_shutdown_rejects_new_requests() -> None:
     """Rule 3.1.10."""
     rig = Rig({})
     rig.supervisor(Drain())

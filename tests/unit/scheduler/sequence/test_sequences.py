@@ -480,7 +480,7 @@ def test_3_5_iterative_and_decoupled() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> None:
+def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
     """They go on where their state is, who comes waits for another instance, and the one that
     retires leaves with the last of them."""
     given = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
