@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,7 +192,7 @@ def test_inputs_with_the_names_of_options_are_given_as_a_mapping(serve_model) ->
 
 def test_help_shows_what_a_user_imports() -> None:
     text = pydoc.plain(pydoc.render_doc(shmserve))
-    assert "serve(models:" in text
+    assert re.search(r"serve\(\s*models:", text)  # from 3.13 on, long signatures are wrapped
     for name in ("model", "client", "client.aio", "errors", "testing", "workers.backends"):
         assert f"shmserve.{name} " in text
 

@@ -17,6 +17,7 @@ import pytest
 from shmserve.cli import main
 from tests.support import certificates, repositories
 from tests.support.servers import ROOT, Server, Start, running
+from tests.support.waiting import until
 
 SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
 Perf = Callable[..., dict[str, Any]]
@@ -124,6 +125,10 @@ def at(server: Server, door: str) -> Sequence[str]:
     return [f"--url={urls[door]}"] if door in urls else [f"--run-dir={server.run_dir}"]
 
 
+def successes(server: Server) -> float:
+    return server.metric("nv_inference_request_success", model="simple")
+
+
 @pytest.mark.parametrize(
     "flags", [("--warm-up=60",), ("--warm-up=0.1", "--window=0.2", "--windows=1000")]
 )
@@ -133,6 +138,7 @@ def test_an_interrupt_prints_what_was_measured(
 ) -> None:
     path = tmp_path / "report.json"
     command = ["perf", "simple", "--concurrency=4,5", "--stability=1e-9", f"--json={path}"]
+    before = successes(asked)
     with subprocess.Popen(
         [sys.executable, "-m", "shmserve", *command, *at(asked, door), *flags],
         stdout=subprocess.PIPE,
@@ -140,7 +146,8 @@ def test_an_interrupt_prints_what_was_measured(
         text=True,
         cwd=ROOT,
     ) as process:
-        time.sleep(3.0)
+        until("the load has begun", lambda: successes(asked) > before + 100, within_s=30)
+        time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
         shown, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
