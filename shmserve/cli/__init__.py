@@ -153,58 +153,61 @@ def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
 _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("run a server", _serve),
     "check": (
-        "load every model of a repository once, run one batch each, report",
+        "load each model of a repository, send a request to it, and report the result",
         _with_server_flags("check"),
     ),
     "doctor": (
-        "what this host lacks for a server, and what to do about it",
+        "check the host for a server, and print advice for each problem",
         _with_server_flags("doctor"),
     ),
-    "client": ("ask a server: infer, ready, models, load, unload, stats, config, regions", _client),
+    "client": (
+        "send a request to a server: infer, ready, models, load, unload, stats, config, regions",
+        _client,
+    ),
     "events": (
-        "what is in a server, and what happens there",
+        "print the state of a server, and its changes",
         _verb_of(
-            "events", "Print what is in a server: models, processes, regions; and what happens."
+            "events", "Print the models, processes and regions of a server, and their changes."
         ),
     ),
     "grafana": (
-        "a dashboard for Grafana, alert rules for Prometheus",
+        "print a dashboard for Grafana, or alert rules for Prometheus",
         _verb_of("grafana", "Print a dashboard of the metrics for Grafana to import."),
     ),
     "guide": (
-        "pages to read: how to make models, ask a server, run it",
+        "show or search the guide: models, clients, operation",
         _verb_of("guide", "Show a page of the guide; without a topic its contents."),
     ),
     "kserve": (
-        "the manifest of a ServingRuntime, by which KServe runs servers",
+        "print the manifest of a ServingRuntime for KServe",
         _verb_of("kserve", "Print the manifest of a ServingRuntime, by which KServe runs servers."),
     ),
     "perf": (
-        "how many requests a second a model answers, and how fast",
+        "measure the throughput and latency of a model",
         _verb_of(
-            "perf", "Send a model of any v2 server requests, and say how many a second it answers."
+            "perf", "Send requests to a model of any v2 server, and print throughput and latency."
         ),
     ),
     "profile": (
-        "where the steps of a model that generates text spend their time",
+        "print the time of each phase of a text generation",
         _verb_of(
             "profile", "Watch a model that generates text, and print where its steps spend time."
         ),
     ),
     "systemd": (
-        "install, show, remove: the units by which systemd runs a server",
+        "install, show or remove the systemd units of a server",
         _verb_of("systemd", "Write, show or remove the units by which systemd runs a server."),
     ),
     "top": (
-        "what a server does now, in a terminal: the models that hurt first",
-        _verb_of("top", "Show what a server does now: its models, those first that hurt."),
+        "show the load of a server in a terminal, models with problems first",
+        _verb_of("top", "Show the load of a server's models, those with problems first."),
     ),
     "tune": (
-        "the configuration with which a model answers most within a latency target",
+        "find the configuration with the highest throughput within a latency target",
         _verb_of(
             "tune",
-            "Load a model with one configuration after the other, and say with which it answers "
-            "most requests a second within a latency target.",
+            "Load a model with one configuration after the other, and print the one with the "
+            "highest throughput within a latency target.",
         ),
     ),
 }
