@@ -153,54 +153,61 @@ def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
 _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("run a server", _serve),
     "check": (
-        "load every model of a repository once, run one batch each, report",
+        "load each model of a repository, send a request to it, and report the result",
         _with_server_flags("check"),
     ),
     "doctor": (
-        "what this host lacks for a server, and what to do about it",
+        "check the host for a server, and print advice for each problem",
         _with_server_flags("doctor"),
     ),
-    "client": ("ask a server: infer, ready, models, load, unload, stats, config, regions", _client),
+    "client": (
+        "send a request to a server: infer, ready, models, load, unload, stats, config, regions",
+        _client,
+    ),
     "events": (
-        "the models, processes and regions of a server, and its events",
-        _verb_of("events", "Print the models, processes and regions of a server, then its events."),
+        "print the state of a server, and its changes",
+        _verb_of(
+            "events", "Print the models, processes and regions of a server, and their changes."
+        ),
     ),
     "grafana": (
-        "a dashboard for Grafana, alert rules for Prometheus",
+        "print a dashboard for Grafana, or alert rules for Prometheus",
         _verb_of("grafana", "Print a dashboard of the metrics for Grafana to import."),
     ),
     "guide": (
-        "the guide: write models, send requests, operate a server",
+        "show or search the guide: models, clients, operation",
         _verb_of("guide", "Show a page of the guide; without a topic its contents."),
     ),
     "kserve": (
-        "a ServingRuntime manifest for KServe",
-        _verb_of("kserve", "Print a ServingRuntime manifest for KServe."),
+        "print the manifest of a ServingRuntime for KServe",
+        _verb_of("kserve", "Print the manifest of a ServingRuntime, by which KServe runs servers."),
     ),
     "perf": (
-        "the throughput and latency of a model",
+        "measure the throughput and latency of a model",
         _verb_of(
-            "perf", "Send requests to a model of any v2 server, and report throughput and latency."
+            "perf", "Send requests to a model of any v2 server, and print throughput and latency."
         ),
     ),
     "profile": (
-        "the time per phase of a text model's steps",
-        _verb_of("profile", "Observe a text model, and print the time per phase of its steps."),
+        "print the time of each phase of a text generation",
+        _verb_of(
+            "profile", "Watch a model that generates text, and print where its steps spend time."
+        ),
     ),
     "systemd": (
         "install, show or remove the systemd units of a server",
-        _verb_of("systemd", "Write, show or remove the systemd units of a server."),
+        _verb_of("systemd", "Write, show or remove the units by which systemd runs a server."),
     ),
     "top": (
-        "a live view of a server in the terminal: models with problems first",
-        _verb_of("top", "Show a live view of a server: models with problems first."),
+        "show the load of a server in a terminal, models with problems first",
+        _verb_of("top", "Show the load of a server's models, those with problems first."),
     ),
     "tune": (
-        "the configuration with the highest throughput within a latency target",
+        "find the configuration with the highest throughput within a latency target",
         _verb_of(
             "tune",
-            "Load a model with one configuration after the other, and say with which it answers "
-            "most requests a second within a latency target.",
+            "Load a model with one configuration after the other, and print the one with the "
+            "highest throughput within a latency target.",
         ),
     ),
 }

@@ -289,7 +289,7 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
     first = prepare(memories, model, x, None, PLAIN)
-    (key,) = model.prepared._known
+    (key,) = model.prepared._values
     prepared = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )

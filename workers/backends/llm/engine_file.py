@@ -106,8 +106,8 @@ def sized(
     if not blocks:
         weights = sum(math.prod(shape) for shape in made.weights().values()) * _FLOAT
         available = max(_available(device) / instances - weights, 0) * _SHARE
-        wanted = settings.max_batch_size * -(-longest // settings.block_size)
-        blocks = max(min(int(available / block_bytes), wanted), 1)
+        needed = settings.max_batch_size * -(-longest // settings.block_size)
+        blocks = max(min(int(available / block_bytes), needed), 1)
     swap = settings.swap_blocks or int(settings.swap_space_gb * 1e9 / block_bytes)
     return settings.sized(blocks, min(longest, blocks * settings.block_size), swap)
 

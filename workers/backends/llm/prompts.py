@@ -177,7 +177,10 @@ class PromptReader:
         if task is None:
             return None
         found: dict[str, tuple[str, Any]] = {}
-        wanted = {output.name for output in request.schema.outputs} or {"text_output", "token_ids"}
+        requested = {output.name for output in request.schema.outputs} or {
+            "text_output",
+            "token_ids",
+        }
         if task == "detokenize" and "input_ids" in given:
             tokens = given["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
@@ -199,7 +202,7 @@ class PromptReader:
                 text = self._chat.render(chat)
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             found["token_ids"] = "INT32", encoding.ids
-            if "text_output" in wanted:
+            if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
                 found["text_output"] = "BYTES", [orjson.dumps(pieces)]
         else:
@@ -211,7 +214,7 @@ class PromptReader:
             [
                 Output(name, datatype, np.array(values, _KINDS[datatype]))
                 for name, (datatype, values) in found.items()
-                if name in wanted
+                if name in requested
             ]
         )
 
