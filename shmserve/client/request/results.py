@@ -228,5 +228,5 @@ def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> 
         if not isinstance(error.__cause__, PermissionError):
             raise
         raise Unsupported(
-            "an output is too large for a message: name a place for it, from `allocate`"
+            "an output is too large for a message: pass memory from `allocate` for it"
         ) from None
