@@ -228,18 +228,20 @@ def _checked(
     kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
     """Return the values of `given` that fit a dataclass's fields; add the others to `problems`."""
-    known: dict[str, Any] = {each.name: each.default for each in fields(kind)}
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
     for name, value in given.items():
-        if name not in known:
-            allowed = suggestion(str(name), known) or f"; known are {', '.join(sorted(known))}"
+        if name not in defaults:
+            allowed = (
+                suggestion(str(name), defaults) or f"; known are {', '.join(sorted(defaults))}"
+            )
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
         elif name != "speculative_decoding":
-            problem = _problem(name, value, known[name])
+            problem = _problem(name, value, defaults[name])
             if problem:
                 problems.append(_wrong(prefix + name, value, problem))
             else:
-                checked[name] = type(known[name])(value)
+                checked[name] = type(defaults[name])(value)
     return checked
 
 

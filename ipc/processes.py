@@ -167,7 +167,7 @@ def keep_no_large_memory() -> None:
 
 
 SPIN_NS = 400_000
-_LONG_NS = 4 * SPIN_NS  # longer waits count as this
+_LONG_NS = 4 * SPIN_NS  # the maximum that a wait counts for
 _FEW = 1.5  # concurrent requests; above this number the cores have other work
 
 

@@ -46,8 +46,8 @@ from shmserve.ipc.tensors.signature import id_prefix
 ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 BEGUN = "the model's scheduler was lost after the request's first response and before its last"
 ONCE = (
-    "the model's scheduler was lost before it could answer; the request's outputs go over its "
-    "inputs, which may be changed"
+    "the model's scheduler was lost before it could answer; the request's outputs overlap its "
+    "inputs, which may have changed"
 )
 _MOST_LOST = 4096
 _RESPONSES = frozenset((Finished, Responded, Failed))
@@ -219,7 +219,7 @@ class SchedulerClient(Generic[R]):
             return
         request.endpoint = endpoint
         submit = request.submit
-        # Recorded before it is queued, so that its memory is kept if a signal interrupts this.
+        # Recorded before it is queued, so that its memory is kept if a signal comes.
         self.pending[submit.id] = request
         try:
             self._links.queue(endpoint, submit, byte_size)
@@ -256,7 +256,7 @@ class SchedulerClient(Generic[R]):
         """Send `Release` messages for outputs to the scheduler that sent them, or its successor."""
         if endpoint in self.successors:
             endpoint = self.successors.latest(endpoint)
-            if endpoint and messages:  # nothing may have been submitted there yet
+            if endpoint and messages:  # the link may not be open yet
                 with contextlib.suppress(Unavailable):
                     self._links.open(endpoint)
         for message in messages:
@@ -311,7 +311,7 @@ class SchedulerClient(Generic[R]):
         """
         number = request.submit.id
         if failure.early:
-            # Recorded first: a worker still uses the memory, even if a signal interrupts this.
+            # Recorded first: a worker still uses the memory, even if a signal comes.
             self.settling[number] = request
             del self.pending[number]
             request.respond(failure)
@@ -374,7 +374,7 @@ class SchedulerClient(Generic[R]):
         Returns:
             The requests to resubmit, in the order of submission.
         """
-        again: list[R] = []
+        resubmitted: list[R] = []
         for number, request in list(self.settling.items()):
             if request.endpoint == endpoint:
                 self._settle(number)
@@ -389,8 +389,8 @@ class SchedulerClient(Generic[R]):
             elif runs_once(request.submit.schema, request.submit.data):
                 request.fail(ONCE)
             else:
-                again.append(request)
-        return again
+                resubmitted.append(request)
+        return resubmitted
 
     def withdraw_all(self) -> list[R]:
         """Remove all requests, because no scheduler processes any of them now.

@@ -173,13 +173,13 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
 
 def within(spans: list[Span], span_id: str) -> list[Span]:
     """Return the span with this id and its descendants; other spans belong to the same batch."""
-    known, left = {span_id}, spans
+    included, rest = {span_id}, spans
     while True:
-        more = [span for span in left if span.span_id in known or span.parent_id in known]
-        if not more:
-            return [span for span in spans if span.span_id in known]
-        known |= {span.span_id for span in more}
-        left = [span for span in left if span.span_id not in known]
+        found = [span for span in rest if span.span_id in included or span.parent_id in included]
+        if not found:
+            return [span for span in spans if span.span_id in included]
+        included |= {span.span_id for span in found}
+        rest = [span for span in rest if span.span_id not in included]
 
 
 def explain(

@@ -166,7 +166,9 @@ def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
         return kind("\n".join(texts))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
-    return InvalidArgument("\n".join(lines) or log.strip() or f"the server ended: status {status}")
+    return InvalidArgument(
+        "\n".join(lines) or log.strip() or f"the server exited with status {status}"
+    )
 
 
 # --- models

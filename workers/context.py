@@ -64,18 +64,18 @@ class ModelContext(WorkerStart):
         """Return the folder of the version's files: model_dir/version."""
         return self.model_dir / self.version
 
-    def model_file(self, names: Iterable[str], wanted: str) -> Path:
+    def model_file(self, names: Iterable[str], shown: str) -> Path:
         """Return the first of these files that exists in the version folder.
 
         Raises:
-            Unavailable: None exists; the message names `wanted`.
+            Unavailable: None exists; the message names `shown`.
         """
         for name in names:
             path = self.version_dir / name
             if path.exists():
                 return path
         raise Unavailable(
-            f"unable to find '{self.version}/{wanted}' for model instance '{self.instance_name}'"
+            f"unable to find '{self.version}/{shown}' for model instance '{self.instance_name}'"
         )
 
 

@@ -125,7 +125,7 @@ def open_device(name: str) -> Device:
     if kind == "cpu":
         return Device("cpu")
     if not number.isdecimal():
-        raise InvalidArgument(f"'{name}' is no device")
+        raise InvalidArgument(f"'{name}' is not a device")
     torch = import_torch(f"device '{name}'")
     _import_support(kind, name)
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -132,8 +132,10 @@ def _checked(python: Path) -> Path:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgument(f"{where}: {python.name} cannot be run: {error}") from None
     except (IndexError, ValueError):
-        said = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        text = f"{where}: {python.name} ended with status {ended.returncode} at its start: {said}"
+        last_line = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        text = (
+            f"{where}: {python.name} ended with status {ended.returncode} at its start: {last_line}"
+        )
         raise InvalidArgument(text) from None
     shown, oldest = ".".join(map(str, version)), ".".join(map(str, _OLDEST))
     if tuple(version) < _OLDEST:
@@ -163,7 +165,9 @@ def _unpacked(archive: Path, copies: Path) -> Path:
         lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         os.set_inheritable(lock, True)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        with copy.with_suffix(".turn").open("w") as turn:  # of the workers that start together
+        with copy.with_suffix(".turn").open(
+            "w"
+        ) as turn:  # one of the workers that start together unpacks
             fcntl.flock(turn, fcntl.LOCK_EX)
             if not copy.is_dir():
                 part = copy.with_suffix(".part")

@@ -45,7 +45,7 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
         InvalidArgument: The sample does not fit the model.
     """
     sent = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
-    # Controls of sequences, which no client sends, are as the sample has them.
+    # Controls of sequences, which no client sends, have the values of the sample.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
     signature.check("", sent, ())
     schema, data = pack_inference(Inference(tuple(sent)))
@@ -88,7 +88,7 @@ class WorkerInstance:
         self._signature, self._unpacker = signature, unpacker
         served = backend.serve(self._writer, unpacker) or self._executor.messages()
         self._messages.update(served)
-        self._live = 1  # requests under way as the last batch was sent, in all instances
+        self._live = 1  # requests in flight in all instances when the last batch was sent
         self._busy_poll = BusyPoll()
 
     def warm_up(self) -> None:
@@ -148,14 +148,14 @@ class WorkerInstance:
         context = self._context
         match message:
             case Attach(endpoint=successor):
-                # Loaded while its scheduler was replaced, it is there already, and has batches.
+                # An instance that was loaded while its scheduler was replaced is connected already.
                 if not self.link.is_at(successor):
                     self.attach(successor)
             case CheckMemory():
                 if context.device_memory is not None:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=number):
-                # Beside batches, which go on: it may take long.
+                # In a thread, because the check may take long and batches continue.
                 ask = threading.Thread(target=self._check_ready, args=(number,), daemon=True)
                 ask.start()
             case MemoryDropped(memory_id=memory_id):
@@ -168,14 +168,14 @@ class WorkerInstance:
                     if not self.link.connected:
                         self._memory.drop_exited()
             case BaseException():
-                raise message  # a thread of the model's has found that the device is lost
+                raise message  # a thread of the model has detected the loss of the device
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
     def _read(self, message: ReleaseOutputs | ReaderExited) -> None:
         match message:
             case ReleaseOutputs(client_pid=pid, offsets=offsets, memory=memory):
-                # A predecessor, which had the same pid, has taken its own with it.
+                # The message may concern a predecessor with the same pid.
                 if memory == self._memory.id:
                     self._memory.release(pid, offsets)
             case ReaderExited(pid=pid):
@@ -185,7 +185,7 @@ class WorkerInstance:
         ready = False
         try:
             ready = self._backend.is_ready()
-        except BaseException:  # SystemExit too: a model does not end its worker so
+        except BaseException:  # SystemExit, too: a model must not end its worker
             logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
         self._context.control.send(ReadyChecked(number, ready))
 
@@ -193,17 +193,17 @@ class WorkerInstance:
         """Wait as `SupervisorLink.wait`, and poll before that if it is worth the CPU time."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
-        others = False
-        # A model's threads need the interpreter that this one would keep busy.
+        is_readable = False
+        # Polling would keep the GIL from the threads of the model.
         if not self.link.has_open and self._busy_poll.worth(live):
             until_ns = began_ns + SPIN_NS
-            while not others and not control.inbox and time.monotonic_ns() < until_ns:
+            while not is_readable and not control.inbox and time.monotonic_ns() < until_ns:
                 os.sched_yield()
-                others = control.wait(0.0)
-        if not others and not control.inbox:
-            others = control.wait(timeout_s)
+                is_readable = control.wait(0.0)
+        if not is_readable and not control.inbox:
+            is_readable = control.wait(timeout_s)
         self._busy_poll.observe(live, time.monotonic_ns() - began_ns)
-        return others
+        return is_readable
 
     def attach(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""

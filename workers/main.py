@@ -138,7 +138,7 @@ class _Worker:
     def _load(self, config: ModelSpec) -> None:
         began = time.monotonic()
         backend = self._made(config)
-        read_states(config, self._context.model_dir)  # its files can be read
+        read_states(config, self._context.model_dir)  # raises if a data file cannot be read
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()
@@ -177,7 +177,7 @@ class _Worker:
             context = self._context
             place = own_place(error.message, context.model_name, context.version_dir)
             self._control.send(LoadFailed(error.code, error.message, place))
-        except BaseException as error:  # SystemExit too: it is the model's, not ours
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             # The supervisor logs the failure, once for all instances.
             logger.debug("model '%s' failed to load", self._context.model_name, exc_info=True)
             folder = self._context.version_dir
@@ -210,7 +210,9 @@ def _set_signals() -> int:
     """Ignore termination signals; return the descriptor to which SIGUSR2 writes stacks."""
     faulthandler.enable()
     stacks_fd = os.memfd_create("stacks", os.MFD_CLOEXEC)
-    fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)  # who reads it empties it before
+    fcntl.fcntl(
+        stacks_fd, fcntl.F_SETFL, os.O_APPEND
+    )  # the supervisor truncates the file before it reads it
     faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
     # The supervisor decides when to exit. A handler, because child processes of a model would
     # inherit SIG_IGN.

@@ -314,7 +314,7 @@ class SequenceExecutor(Executor):
         config = self._config
         self._controls = read_controls(config)
         self._batched = config.max_batch_size > 0
-        self._policy.copies = True  # no second try would find out that a model needs them
+        self._policy.copies = True  # requests of sequences are not retried with copies
         self._states = States(
             read_states(config, self._context.model_dir), self._backend.read_only_inputs
         )
@@ -322,7 +322,7 @@ class SequenceExecutor(Executor):
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
         self._keeps_rows = sequences is not None and sequences.oldest is None
-        self._largest_part = 1 << 63  # rows stay together
+        self._largest_part = 1 << 63  # the rows of a batch run together
         self._rows: list[SequenceRow] = []
 
     def messages(self) -> MessageTable:
@@ -358,10 +358,10 @@ class SequenceExecutor(Executor):
             self._states.clear()
 
     def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
-        known = {each.key: _Row(each, it) for each, it in zip(opened, requests, strict=True)}
+        by_key = {each.key: _Row(each, it) for each, it in zip(opened, requests, strict=True)}
         by_shape: dict[Any, list[_Row]] = {}
         for row in self._rows:
-            real = known.get(row.key)
+            real = by_key.get(row.key)
             if real is not None:
                 real.row = row
                 real.request.work = _identified(real.request.work, row)
@@ -369,7 +369,7 @@ class SequenceExecutor(Executor):
                 shapes = self._states.lend(real.request, row)
                 by_shape.setdefault(shapes, []).append(real)
         if self._decoupled:
-            each = [(real.opened, real.request) for real in known.values()]
+            each = [(real.opened, real.request) for real in by_key.values()]
             return self._run_streams([ResponseStream(self._writer, *pair) for pair in each])
         # States of other shapes cannot be in one batch.
         return [reply for rows in by_shape.values() for reply in self._run_rows(rows)]
@@ -380,13 +380,13 @@ class SequenceExecutor(Executor):
             requests = self._with_gaps(real)
         try:
             responses = self._execute(requests)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             return [self._failed(each.opened, self._explain(error, each.request)) for each in real]
         by_request = {id(request): each for request, each in zip(requests, responses, strict=True)}
         with self._link.lock:
             self._link.pump()
             replies = [self._respond(each, by_request[id(each.request)]) for each in real]
-            self._writer.scatterer.settle()
+            self._writer.scatterer.finish_writes()
         return replies
 
     def _with_gaps(self, real: list[_Row]) -> list[Request]:
@@ -413,7 +413,7 @@ class SequenceExecutor(Executor):
             reply: Reply | None = Reply(opened.key, RESCHEDULED, "")
         else:
             reply = self._scatter(opened, request, response)
-        assert reply is not None  # which would have it run again
+        assert reply is not None  # None would mean that the request runs again
         return reply
 
 

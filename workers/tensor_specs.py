@@ -29,11 +29,11 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
         *ragged.made_inputs(config),
         *_padding_inputs(config),
     )
-    known = {output.name for output in config.output}
+    configured = {output.name for output in config.output}
     outputs = (
         TensorSpec(each.output_name, each.datatype, each.dims)
         for each in states
-        if each.output_name not in known
+        if each.output_name not in configured
     )
     return replace(config, input=(*config.input, *made), output=(*config.output, *outputs))
 

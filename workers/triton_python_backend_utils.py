@@ -217,13 +217,13 @@ class ModelConfig:
         policy = self._model_config.setdefault("model_transaction_policy", {})
         if "decoupled" not in transaction_policy_dict:
             return
-        wanted = transaction_policy_dict["decoupled"]
-        if policy.get("decoupled", wanted) != wanted:
+        decoupled = transaction_policy_dict["decoupled"]
+        if policy.get("decoupled", decoupled) != decoupled:
             raise ValueError(
                 f"trying to change decoupled property in auto-complete-config for model "
                 f"'{self._name}', which is already set to '{policy['decoupled']}'."
             )
-        policy["decoupled"] = wanted
+        policy["decoupled"] = decoupled
 
     def add_input(self, input: dict[str, Any]) -> None:  # noqa: A002 - models may name it
         """Add {"name", "data_type", "dims", optionally "optional"}.

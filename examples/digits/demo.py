@@ -29,6 +29,7 @@ from shmserve.serving import LocalServer
 _HERE = Path(__file__).resolve().parent
 _MODELS = [f"{_HERE / 'models.py'}:{name}" for name in ("Digits", "DigitsOneByOne", "Negative")]
 _TRANSPORTS = ("HTTP bodies", "HTTP, shared memory", "shmserve.client")
+_IN_PLACE = "the same, in place"
 _PROCESSES = 4
 _CLIENTS_EACH = 4
 _SECONDS = 1.2
@@ -38,7 +39,8 @@ _NOTE = """
 HTTP bodies          tensors are sent in the requests and responses, as by clients on other hosts
 HTTP, shared memory  tritonclient: tensors are in memory that the client registered once, which
                      pays for large tensors only
-shmserve.client      the Python client of this host: shared memory without registration
+shmserve.client      the Python client of this host: it copies arrays to shared memory
+the same, in place   frames and negatives are in memory that the client has allocated
 """
 
 
@@ -96,7 +98,7 @@ def measure_frames(server: LocalServer, scratch: Path) -> None:
         np.savez(scratch / "frames.npz", images=frames, expected=255 - frames[:, 0])
         name = f"{frames[0].nbytes / 1e6:.1f} MB"
         in_bodies = 0
-        for transport in _TRANSPORTS:
+        for transport in (*_TRANSPORTS, _IN_PLACE):
             order = ordered(server, "negative", scratch / "frames.npz", transport, 1)
             (measured,) = load.run(order)
             if measured.correct < len(measured.latencies):

@@ -245,7 +245,7 @@ class DeviceAllocation:
             self.handle = CudaHandle(cuda.export(self.pointer, device), device, uuid)
         except CudaError as error:
             raise Unavailable(
-                f"{byte_size} bytes of memory that can be shared cannot be had on 'cuda:{device}'"
+                f"{byte_size} bytes of shareable memory cannot be allocated on 'cuda:{device}'"
             ) from error
 
 

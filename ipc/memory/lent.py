@@ -91,21 +91,21 @@ class Readers(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self._lent: dict[R, dict[int, Token | _TokenStack]] = {}
+        self._blocks: dict[R, dict[int, Token | _TokenStack]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._lent.values()))
+        return sum(map(len, self._blocks.values()))
 
     def __iter__(self) -> Iterator[R]:
-        return iter(self._lent)
+        return iter(self._blocks)
 
     def lend(self, reader: R, offset: int, token: Token) -> None:
         """Lend a block to a reader, which takes over this use of the token."""
-        lent = self._lent.get(reader)
-        if lent is None:
-            self._lent[reader] = {offset: token}
+        blocks = self._blocks.get(reader)
+        if blocks is None:
+            self._blocks[reader] = {offset: token}
         else:
-            lent[offset] = _TokenStack(token, lent[offset]) if offset in lent else token
+            blocks[offset] = _TokenStack(token, blocks[offset]) if offset in blocks else token
 
     def release(self, reader: R, offsets: Iterable[int]) -> bool:
         """Release blocks of a reader; offsets that were not lent to the reader are ignored.
@@ -113,25 +113,25 @@ class Readers(Generic[R]):
         Returns:
             Whether at least one block was lent to the reader.
         """
-        lent = self._lent.get(reader)
-        if lent is None:
+        blocks = self._blocks.get(reader)
+        if blocks is None:
             return False
         found = False
         for offset in offsets:
-            token = lent.pop(offset, None)
+            token = blocks.pop(offset, None)
             if token is not None:
                 found = True
                 if type(token) is _TokenStack:
-                    token, lent[offset] = token
+                    token, blocks[offset] = token
                 token.release()  # type: ignore[union-attr]
-        if not lent:
-            self._lent.pop(reader, None)
+        if not blocks:
+            self._blocks.pop(reader, None)
         return found
 
     def drop(self, reader: R) -> None:
         """Release all blocks of a reader that has exited."""
-        while lent := self._lent.get(reader):
-            self.release(reader, list(lent))
+        while blocks := self._blocks.get(reader):
+            self.release(reader, list(blocks))
 
 
 class _TokenStack(NamedTuple):

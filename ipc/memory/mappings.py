@@ -70,10 +70,10 @@ def opened(memory: Memory) -> int:
         # The owner of a memfd may hold a lease on it, which `open` would wait for.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Unavailable("the memory of a tensor is gone") from error
+        raise Unavailable("the memory of a tensor has been released") from error
     if os.fstat(fd).st_ino != memory.inode:
         os.close(fd)
-        raise Unavailable("the memory of a tensor is gone")
+        raise Unavailable("the memory of a tensor has been released")
     return fd
 
 
@@ -138,11 +138,11 @@ class Mappings:
 
     _open_device: Callable[[Memory], Mapping] | None = None
     _pin: Pin | None = None
-    _known: dict[int, Any] = field(default_factory=dict)
+    _mapped: dict[int, Any] = field(default_factory=dict)
     _dropped: deque[int] = field(default_factory=partial(deque, maxlen=_REMEMBERED))
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._mapped)
 
     def view(self, memory_range: Range) -> Any:
         """Return the writable bytes of a range: a memoryview, or a uint8 tensor on a device.
@@ -159,12 +159,12 @@ class Mappings:
         """Return the mapping of a range's memory. Raises the exceptions of `view`."""
         memory = memory_range.memory
         try:
-            mapping = self._known[memory.id]
+            mapping = self._mapped[memory.id]
         except KeyError:
             opened = self._open(memory)
-            mapping = self._known.setdefault(memory.id, opened)
+            mapping = self._mapped.setdefault(memory.id, opened)
             if mapping is not opened:
-                opened.close()  # another thread has opened the memory meanwhile
+                opened.close()  # another thread has opened the memory, too
         # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
         if not memory.sealed and (
             os.lseek(mapping.fd, 0, os.SEEK_END) < memory_range.offset + memory_range.byte_size
@@ -187,7 +187,7 @@ class Mappings:
             mapping = detached.get(memory_range.memory.id) or self._mapping(memory_range)
             if memory_range.memory.id not in detached:
                 detached[memory_range.memory.id] = mapping
-                del self._known[memory_range.memory.id]
+                del self._mapped[memory_range.memory.id]
                 mapping.close()
             mapping.make_private(memory_range.offset, memory_range.offset + memory_range.byte_size)
 
@@ -229,23 +229,23 @@ class Mappings:
         if memory.id in self._dropped:
             # The request arrived after the report of its client's exit, so no later report would
             # drop the mapping.
-            raise Unavailable("the memory of a tensor is gone")
+            raise Unavailable("the memory of a tensor has been released")
         return self._open_device(memory)
 
     def drop(self, memory_id: int) -> None:
         """Unmap a memory. Its pages are released with the last view, which a model may hold."""
         self._dropped.append(memory_id)
-        mapping = self._known.pop(memory_id, None)
+        mapping = self._mapped.pop(memory_id, None)
         if mapping is not None:
             mapping.close()
 
     def drop_process(self, pid: int) -> None:
         """Unmap every memory of a process that has exited."""
-        for memory_id, mapping in list(self._known.items()):
+        for memory_id, mapping in list(self._mapped.items()):
             if mapping.pid == pid:
                 self.drop(memory_id)
 
     def drop_all(self) -> None:
         """Unmap every memory."""
-        for memory_id in list(self._known):
+        for memory_id in list(self._mapped):
             self.drop(memory_id)

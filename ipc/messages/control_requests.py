@@ -14,7 +14,10 @@ from shmserve.ipc.transport.frames import message
 
 @message
 class Answered:
-    """The successful reply to the sender's request `id`."""
+    """Sent by the supervisor to the sender of request `id` when the request has succeeded.
+
+    The documentation of each request describes the `payload`.
+    """
 
     id: int
     payload: dict[str, Any]
@@ -22,7 +25,10 @@ class Answered:
 
 @message
 class Refused:
-    """The error reply to the sender's request `id`. `message` is meant for the client."""
+    """Sent by the supervisor to the sender of request `id` when the request has failed.
+
+    `message` is meant for the client.
+    """
 
     id: int
     code: str
@@ -39,7 +45,7 @@ class Refused:
 
 @message
 class LoadModel:
-    """Load or reload a model.
+    """Sent by a gateway or a worker to the supervisor to load or reload a model.
 
     `config` is a JSON override or empty. `files` maps paths such as "1/model.py" to contents.
     """
@@ -52,9 +58,10 @@ class LoadModel:
 
 @message
 class UnloadModel:
-    """Unload all versions of a model, and the ensembles that need it.
+    """Sent by a gateway or a worker to the supervisor to unload all versions of a model.
 
-    `unload_dependents`: also unload the models that were loaded only for this ensemble.
+    The ensembles that need the model are unloaded, too. With `unload_dependents`, so are the models
+    that were loaded only for this ensemble.
     """
 
     id: int
@@ -64,7 +71,10 @@ class UnloadModel:
 
 @message
 class IndexRepository:
-    """Request {"models": [...]}, as POST /v2/repository/index returns it."""
+    """Sent by a gateway to the supervisor to request {"models": [...]}.
+
+    The list is that of POST /v2/repository/index.
+    """
 
     id: int
     ready: bool
@@ -72,9 +82,9 @@ class IndexRepository:
 
 @message
 class NameModels:
-    """Request {"names": {model: [aliases]}} of models that generate text and are not loaded.
+    """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
-    They are loaded on demand.
+    The reply contains the generative models that are not loaded, but are loaded on demand.
     """
 
     id: int
@@ -82,7 +92,10 @@ class NameModels:
 
 @message
 class ChangeLogging:
-    """Change log settings in every process. The reply contains all settings, as in `SetLogging`."""
+    """Sent by a gateway to the supervisor to change the log settings of every process.
+
+    The reply contains all settings, as in `SetLogging`.
+    """
 
     id: int
     changes: dict[str, Any]
@@ -90,10 +103,10 @@ class ChangeLogging:
 
 @message
 class ChangeTracing:
-    """Change trace settings of a model, or those of all models without settings of their own ("").
+    """Sent by a gateway to the supervisor to change the trace settings of a model.
 
-    A value of None restores the value at start-up. The reply contains the model's settings, each as
-    a list of strings.
+    The model "" means all models without settings of their own. A value of None restores the value
+    at start-up. The reply contains the model's settings, each as a list of strings.
     """
 
     id: int
@@ -103,9 +116,10 @@ class ChangeTracing:
 
 @message
 class WantModel:
-    """Load a model on demand. The reply follows once the model serves and all peers have it.
+    """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
-    The request expires after `patience_s` seconds; 0 means never.
+    The reply follows once the model serves and all peers have it. The request expires after
+    `patience_s` seconds; 0 means never.
     """
 
     id: int
@@ -115,9 +129,10 @@ class WantModel:
 
 @message
 class FindModel:
-    """Request {"endpoint", "config", "version"} of a model that another model calls.
+    """Sent by a worker to the supervisor to find a model that its own model calls.
 
-    An empty version means the latest. A model on demand is loaded, as by `WantModel`.
+    The reply is {"endpoint", "config", "version"}. An empty version means the latest. A model on
+    demand is loaded, as by `WantModel`.
     """
 
     id: int
@@ -128,7 +143,10 @@ class FindModel:
 
 @message
 class AskReady:
-    """Request {"ready"} of a model that reports its own readiness; version "" means the latest."""
+    """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
+
+    The supervisor asks the model, which reports its own readiness. Version "" means the latest.
+    """
 
     id: int
     name: str
@@ -140,10 +158,11 @@ class AskReady:
 
 @message
 class RegisterRegion:
-    """Register a client's POSIX shared memory object for the user `uid`, a member of `groups`.
+    """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
-    The reply is {"memory_id"}. `leased`: unregister the region at `RegionAbandoned` or when the
-    sender exits. `pin`: workers on CUDA devices lock its pages.
+    The region belongs to the user `uid`, a member of `groups`. The reply is {"memory_id"}. With
+    `leased`, the region is unregistered at `RegionAbandoned` or when the sender exits. With `pin`,
+    workers on CUDA devices lock its pages.
     """
 
     id: int
@@ -159,10 +178,11 @@ class RegisterRegion:
 
 @message
 class RegisterCudaRegion:
-    """Register [offset, offset + byte_size) of the CUDA memory that `handle` opens, for `uid`.
+    """Sent by a gateway to the supervisor to register CUDA memory of a client for the user `uid`.
 
-    `device_uuid` (16 bytes) may be empty. `exporter_pid` is 0 if it is not known; otherwise the
-    region ends with that process.
+    The region is [offset, offset + byte_size) of the memory that `handle` opens. `device_uuid` (16
+    bytes) may be empty. `exporter_pid` is 0 if it is unknown; otherwise the region ends with that
+    process.
     """
 
     id: int
@@ -179,9 +199,10 @@ class RegisterCudaRegion:
 
 @message
 class UnregisterRegion:
-    """Unregister a region of system memory, or of CUDA memory with `cuda`.
+    """Sent by a gateway to the supervisor to unregister a region of system memory.
 
-    An empty name means all regions of that kind that belong to the user.
+    With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
+    belong to the user.
     """
 
     id: int
@@ -193,7 +214,10 @@ class UnregisterRegion:
 
 @message
 class RegionInUse:
-    """Sent when requests of this gateway begin (`used`) or end to use a retired region."""
+    """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
+
+    `used` is true at the begin. The supervisor withdraws the region once no gateway uses it.
+    """
 
     memory_id: int
     used: bool
@@ -201,14 +225,20 @@ class RegionInUse:
 
 @message
 class RegionReleased:
-    """Sent when no request of this gateway uses the region's generation any more."""
+    """Sent by a gateway to the supervisor when none of its requests uses a withdrawn region.
+
+    The supervisor sends `RegionDrained` once all gateways have released the region.
+    """
 
     memory_id: int
 
 
 @message
 class RegionAbandoned:
-    """Sent when the connection has closed that this region's generation was leased for."""
+    """Sent by a gateway to the supervisor when the connection that leased a region has closed.
+
+    The supervisor unregisters the region.
+    """
 
     memory_id: int
 
@@ -218,10 +248,10 @@ class RegionAbandoned:
 
 @message
 class LeaseWorkspace:
-    """Request memory of a device's workspace pool for one execution.
+    """Sent by a worker to the supervisor to lease memory of a device's workspace pool.
 
-    The reply {"place": the packed range} follows once that much is free. `ReturnWorkspace` releases
-    it.
+    The lease is for one execution, and `ReturnWorkspace` ends it. The reply {"place": the packed
+    range} follows once that much is free.
     """
 
     id: int
@@ -231,7 +261,10 @@ class LeaseWorkspace:
 
 @message
 class ReturnWorkspace:
-    """Sent when the device no longer uses the leased workspace at `offset` of the memory."""
+    """Sent by a worker to the supervisor when the device no longer uses a leased workspace.
+
+    The lease began at `offset` of the memory `memory_id`.
+    """
 
     device: str
     memory_id: int
@@ -240,9 +273,10 @@ class ReturnWorkspace:
 
 @message
 class AskTicket:
-    """Request the rate limiter's resources for an execution on instance `index`, process `pid`.
+    """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
-    `TicketGranted` follows once the resources are free.
+    The execution is on instance `index`, process `pid`. `TicketGranted` follows once the rate
+    limiter has the resources.
     """
 
     ticket: int
@@ -252,9 +286,10 @@ class AskTicket:
 
 @message
 class CheckHolders:
-    """Respond with `ResourcesHeld` if every instance needs resources that these processes hold.
+    """Sent by a scheduler to the supervisor when a call could wait for its own callers.
 
-    The processes wait for a call of the sender's model, its request `key`.
+    The processes `pids` wait for the call, which is request `key` of the scheduler. The supervisor
+    responds with `ResourcesHeld` if every instance needs resources that these processes hold.
     """
 
     key: int
@@ -263,21 +298,30 @@ class CheckHolders:
 
 @message
 class ResourcesHeld:
-    """Sent when a request can never have its resources, because its callers hold them."""
+    """Sent by the supervisor to a scheduler when a request can never have its resources.
+
+    The callers of request `key` hold these resources.
+    """
 
     key: int
 
 
 @message
 class TicketGranted:
-    """Grants the resources of a ticket to the sender until `TicketReturned`."""
+    """Sent by the supervisor to a scheduler when the resources of a ticket are reserved.
+
+    The scheduler holds the resources until it sends `TicketReturned`.
+    """
 
     ticket: int
 
 
 @message
 class TicketReturned:
-    """Returns a granted or pending ticket. `executed`: it was used."""
+    """Sent by a scheduler to the supervisor when it needs a granted or pending ticket no more.
+
+    `executed` is true if the ticket was used.
+    """
 
     ticket: int
     executed: bool
@@ -288,16 +332,19 @@ class TicketReturned:
 
 @message
 class Hello:
-    """Connect a program as a local client; `version` is that of the protocol."""
+    """Sent by a program to the supervisor to become a local client.
+
+    `version` is that of the protocol. The supervisor responds with `Welcome`.
+    """
 
     version: int
 
 
 @message
 class Welcome:
-    """Accepts a program as local client `number`.
+    """Sent by the supervisor to a program that becomes local client `number`.
 
-    Its links to schedulers have the identity "NUMBER.TOKEN.LINK".
+    The identity of the client's links to schedulers is "NUMBER.TOKEN.LINK".
     """
 
     number: int
@@ -306,10 +353,11 @@ class Welcome:
 
 @message
 class ShareMemory:
-    """Share the first `byte_size` bytes of the attached descriptor, a sealed memfd.
+    """Sent by a local client to the supervisor to share the memory of the attached descriptor.
 
-    The reply is {"memory": [id, pid, fd, inode, byte_size, sealed, copied, pinned]}, the memory of
-    a packed range. `pin`: workers on CUDA devices lock its pages.
+    The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory": [id, pid,
+    fd, inode, byte_size, sealed, copied, pinned]}, the memory of a packed range. With `pin`,
+    workers on CUDA devices lock its pages.
     """
 
     id: int
@@ -319,10 +367,10 @@ class ShareMemory:
 
 @message
 class ShareDeviceMemory:
-    """Share the first `byte_size` bytes of what `handle` opens on the server's device `device_id`.
+    """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
-    The reply is {"memory": [id, byte_size, device_id, handle, device_uuid]}, the memory of a packed
-    range.
+    The memory is the first `byte_size` bytes of what `handle` opens. The reply is {"memory": [id,
+    byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
     """
 
     id: int
@@ -334,7 +382,10 @@ class ShareDeviceMemory:
 
 @message
 class WithdrawMemory:
-    """Sent when no request of this local client uses the shared memory any more."""
+    """Sent by a local client to the supervisor when none of its requests uses a shared memory.
+
+    The supervisor then has the memory unmapped in all workers.
+    """
 
     memory_id: int
 

@@ -41,10 +41,11 @@ class Resumed:
 
 @message
 class Prepare:
-    """Read the single request of `requests` and tokenize its prompt, in parallel to the steps.
+    """Sent by the scheduler to a worker to tokenize the prompt of the only request in `requests`.
 
-    The reply is `Prepared`, or `ExecutionResponded` if the request has ended. `resumed` is the
-    state of each sample of a request whose instance was lost.
+    The worker does so in parallel to the steps. The reply is `Prepared`, or `ExecutionResponded` if
+    the request has ended. `resumed` is the state of each sample of a request whose instance was
+    lost.
     """
 
     requests: list[Work]
@@ -70,7 +71,7 @@ class BeamSearch:
 
 @message
 class Prepared:
-    """Sent when a request is ready to run.
+    """Sent by a worker to the scheduler when a request is ready to run.
 
     Attributes:
         key: The request.
@@ -136,7 +137,7 @@ class Row:
 
 @message
 class Step:
-    """Execute one pass.
+    """Sent by the scheduler to a worker to execute one pass.
 
     The worker begins sequences, copies blocks, computes the rows, and releases the sequences
     `ended`, in this order. Blocks are copied `out` to the host pool, `back` from it, and `within`
@@ -176,7 +177,7 @@ class RowResult:
 
 @message
 class Stepped:
-    """Sent when a step is complete.
+    """Sent by a worker to the scheduler when a step is complete.
 
     Attributes:
         step: The step.
@@ -201,7 +202,7 @@ class Stepped:
 
 @message
 class ResponseSent:
-    """Sent when a response was sent to the client.
+    """Sent by a worker to the scheduler when a response was sent to the client.
 
     Attributes:
         key: The request.
@@ -220,7 +221,10 @@ class ResponseSent:
 
 @message
 class Ended:
-    """Sent when a stop string ends a sequence, which needs no more tokens."""
+    """Sent by a worker to the scheduler when a stop string has ended a sequence.
+
+    The scheduler plans no more tokens for the sequence.
+    """
 
     sequence: int
 
@@ -242,7 +246,10 @@ class Hypothesis:
 
 @message
 class Choose:
-    """Respond to request `key` with these hypotheses of its completed beam search, best first."""
+    """Sent by the scheduler to a worker when the beam search of request `key` is complete.
+
+    The worker responds to the client with these hypotheses, best first.
+    """
 
     key: int
     hypotheses: list[Hypothesis]

@@ -16,7 +16,7 @@ _CALLER = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
 
 @message
 class Submit:
-    """Execute a request.
+    """Sent by a client to a scheduler to execute a request.
 
     Attributes:
         id: The request's number on this link.
@@ -79,10 +79,10 @@ class Caller(NamedTuple):
 
 @message
 class Cancel:
-    """Cancel a request whose client has disconnected.
+    """Sent by a client to a scheduler to cancel a request.
 
     With `listening`, the model should end the request, and the client still reads the remaining
-    responses.
+    responses. Otherwise the client has disconnected.
     """
 
     id: int
@@ -91,7 +91,10 @@ class Cancel:
 
 @message
 class Credit:
-    """Permit as many further responses of a request as the client has read."""
+    """Sent by a client to a scheduler when it has read responses of a decoupled model.
+
+    The model may send as many further responses.
+    """
 
     TAG: ClassVar[str] = "Grant"  # the wire name since version 1 of the protocol
 
@@ -101,9 +104,10 @@ class Credit:
 
 @message
 class Release:
-    """Release outputs that have been read, at these offsets of a process's memory.
+    """Sent by a client to a scheduler when it has read outputs in a process's memory.
 
-    `memory` is the id of that memory: a process that hosts schedulers has several.
+    The scheduler has the blocks at these offsets freed. `memory` is the id of that memory: a
+    process that hosts schedulers has several.
     """
 
     pid: int
@@ -113,17 +117,17 @@ class Release:
 
 @message
 class ReportStatistics:
-    """Respond with `StatisticsReported`."""
+    """Sent by a gateway to a scheduler to request `StatisticsReported`."""
 
     id: int
 
 
 @message
 class Finished:
-    """Sent when a request has succeeded; `schema` and `data` are an `Inferred`.
+    """Sent by a scheduler to a client when a request has succeeded.
 
-    The times are the durations of the phases of its execution. `spans` are those of a request with
-    a `trace` (ipc/trace.py).
+    `schema` and `data` are an `Inferred`. The times are the durations of the phases of its
+    execution. `spans` are those of a request with a `trace` (ipc/trace.py).
     """
 
     id: int
@@ -137,11 +141,12 @@ class Finished:
 
 @message
 class Responded:
-    """A response of a decoupled model: an `Inferred`, or an error for the client if `code` is set.
+    """Sent by a scheduler to a client for each response of a decoupled model.
 
-    An empty `schema` without a code is not a response; it only marks the end. `final` means that
-    nothing follows and no worker has the request any more. Only then are the durations of the
-    phases and the `spans` set, as in `Finished`.
+    The response is an `Inferred`, or an error for the client if `code` is set. An empty `schema`
+    without a code is not a response; it only marks the end. `final` means that nothing follows and
+    no worker has the request any more. Only then are the durations of the phases and the `spans`
+    set, as in `Finished`.
     """
 
     id: int
@@ -158,7 +163,7 @@ class Responded:
 
 @message
 class Failed:
-    """Sent when a request has failed; `message` is for the client.
+    """Sent by a scheduler to a client when a request has failed; `message` is for the client.
 
     `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
     worker), the request's memory remains in use until `Settled`.
@@ -173,14 +178,20 @@ class Failed:
 
 @message
 class Settled:
-    """Sent when no worker has the request any more whose `Failed` was early."""
+    """Sent by a scheduler to a client when no worker has a request any more that failed early.
+
+    The client then frees the memory of the request.
+    """
 
     id: int
 
 
 @message
 class StatisticsReported:
-    """The counters of a model version; shmserve/scheduler/statistics.py documents the keys."""
+    """Sent by a scheduler to a gateway with the counters of its model version.
+
+    shmserve/scheduler/statistics.py documents the keys.
+    """
 
     id: int
     statistics: dict[str, Any]
@@ -244,7 +255,7 @@ class SequenceRow:
 
 @message
 class Execute:
-    """Execute a batch, in order.
+    """Sent by a scheduler to a worker to execute a batch, in order.
 
     Attributes:
         batch: The number of the batch.
@@ -261,16 +272,19 @@ class Execute:
 
 @message
 class EndSequences:
-    """Release the states in these slots, whose sequences ended without an END request."""
+    """Sent by a scheduler to a worker when sequences have ended without an END request.
+
+    The worker releases the states in these slots.
+    """
 
     slots: list[int]
 
 
 @message
 class CancelExecution:
-    """Do not write the outputs of this request, whose client has disconnected.
+    """Sent by a scheduler to a worker when a request was cancelled.
 
-    `listening` is that of `Cancel`.
+    The worker does not write the outputs of the request. `listening` is that of `Cancel`.
     """
 
     key: int
@@ -279,7 +293,10 @@ class CancelExecution:
 
 @message
 class CreditExecution:
-    """Permit as many further responses of this request."""
+    """Sent by a scheduler to a worker when a client has sent `Credit`.
+
+    The model may send as many further responses.
+    """
 
     key: int
     responses: int
@@ -287,7 +304,10 @@ class CreditExecution:
 
 @message
 class ReleaseOutputs:
-    """Release outputs in the worker's arena (the memory with this id) that a process has read."""
+    """Sent by a scheduler to a worker when a process has read outputs in the worker's arena.
+
+    The worker frees the blocks at these offsets. `memory` is the id of the arena.
+    """
 
     client_pid: int
     offsets: list[int]
@@ -296,9 +316,10 @@ class ReleaseOutputs:
 
 @message
 class ReaderExited:
-    """Release the outputs that process `pid` had not released when it exited.
+    """Sent by a scheduler to a worker after process `pid` has exited.
 
-    The scheduler does not access them either.
+    The worker frees the outputs that the process had not released. The scheduler does not access
+    them either.
     """
 
     pid: int
@@ -306,7 +327,10 @@ class ReaderExited:
 
 @message
 class InstanceReady:
-    """Sent when an instance (index within its model) is loaded and accepts batches."""
+    """Sent by a worker to a scheduler when its instance is loaded and accepts batches.
+
+    `index` is that of the instance within its model.
+    """
 
     index: int
     pid: int
@@ -314,21 +338,10 @@ class InstanceReady:
 
 @message
 class BatchFinished:
-    """Sent when a batch has ended and the instance accepts the next one.
+    """Sent by a worker to a scheduler when a batch has ended.
 
-    A decoupled model's request has no reply if an `ExecutionResponded` ends it, now or later.
-
-    Attributes:
-        batch: The batch.
-        compute_start_ns: The start (all times are monotonic ns).
-        input_end_ns: The time when the inputs were ready.
-        output_start_ns: The time when the model had returned.
-        compute_end_ns: The end.
-        replies: The replies.
-        copied_in: The bytes of tensors copied to inputs.
-        copied_out: The bytes of tensors copied from outputs.
-        executed: Whether the model was executed.
-        spans: The spans of its calls of other models (ipc/trace.py).
+    The instance then accepts the next batch. A request of a decoupled model has no reply if an
+    `ExecutionResponded` ends it, now or later.
     """
 
     batch: int
@@ -345,14 +358,9 @@ class BatchFinished:
 
 @message
 class ExecutionResponded:
-    """A response of a decoupled model; see `Responded`.
+    """Sent by a worker to a scheduler for each response of a decoupled model.
 
-    Attributes:
-        given_ns: The time when the model returned the response (monotonic).
-        written_ns: The time when its outputs were written.
-        copied_out: The bytes of outputs copied.
-        failed: Whether the request ended by a failure rather than an error that the model sent.
-        spans: With the last response, the traced tensors of the request (ipc/trace.py).
+    See `Responded`.
     """
 
     key: int
@@ -370,7 +378,7 @@ class ExecutionResponded:
 
 @message
 class MetricsReported:
-    """Sent when the custom metrics of an instance's model have changed.
+    """Sent by a worker to a scheduler when the custom metrics of its model have changed.
 
     `families` are all metrics since the instance's start, in the format of
     shmserve.common.model_metrics.
@@ -381,7 +389,8 @@ class MetricsReported:
 
 Response = Finished | Responded | Failed  # to a request
 
-# A limit on time beyond this, in microseconds, is as good as this: its deadline is a number still.
+# The maximum of a time limit in microseconds. Longer limits are reduced to it, so that the deadline
+# fits into 64 bits.
 LONGEST_TIMEOUT_US = 10**15
 
 

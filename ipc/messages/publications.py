@@ -28,7 +28,7 @@ RECENT = "recent/"
 
 @message
 class Acknowledged:
-    """Sent when the change with this number is applied in this process."""
+    """Sent by a process to the supervisor when it has applied the change with this number."""
 
     number: int
 
@@ -38,10 +38,10 @@ class Acknowledged:
 
 @message
 class ModelPublished:
-    """Sent when a model version becomes callable or changes.
+    """Sent by the supervisor to gateways, ensembles and local clients when a version changes.
 
-    `endpoint` is the endpoint of its scheduler. A version with `latest` serves the requests that
-    name no version.
+    The version has become callable, or has new properties. `endpoint` is the endpoint of its
+    scheduler. A version with `latest` serves the requests that name no version.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ModelPublished:
 
 @message
 class ReadinessChanged:
-    """Sent when only the readiness of a published model version has changed."""
+    """Sent by the supervisor to gateways when only the readiness of a version has changed."""
 
     name: str
     version: str
@@ -66,7 +66,10 @@ class ReadinessChanged:
 
 @message
 class ModelWithdrawn:
-    """Sent when a model version must not be called any more. Requests in flight on it finish."""
+    """Sent by the supervisor to gateways, workers and local clients when a version is withdrawn.
+
+    The receiver sends no more requests to the version. Requests in flight on it finish.
+    """
 
     name: str
     version: str
@@ -75,9 +78,10 @@ class ModelWithdrawn:
 
 @message
 class ModelOnDemand:
-    """Sent when a model becomes loadable with `WantModel`, whether or not a version serves now.
+    """Sent by the supervisor to gateways and local clients when a model can be loaded on demand.
 
-    A `ModelWithdrawn` with the model's name and an empty version revokes it.
+    The receiver sends `WantModel` for it, whether or not a version serves now. A `ModelWithdrawn`
+    with the model's name and an empty version revokes it.
     """
 
     version: ClassVar[str] = ""  # the model, not one of its versions
@@ -88,7 +92,7 @@ class ModelOnDemand:
 
 @message
 class SchedulerLost:
-    """Sent when the scheduler at `endpoint` died, or its model moved or was replaced.
+    """Sent by the supervisor to the clients of a scheduler that died or was replaced.
 
     The receiver resubmits the requests of that scheduler to `successor`; a new `ModelPublished`
     follows. An empty successor means that the version was retired or that no scheduler can be
@@ -105,7 +109,7 @@ class SchedulerLost:
 
 @message
 class ProcessExited:
-    """Sent when a process of the server has exited, whatever its role.
+    """Sent by the supervisor to gateways, schedulers and workers when a process has exited.
 
     The receiver releases the memory of that process, cancels its requests, reruns elsewhere what it
     executed, and expects a replacement if it was an instance. `process` is the process's number:
@@ -121,7 +125,10 @@ class ProcessExited:
 
 @message
 class OwnerExited:
-    """Sent to a local client when the process `pid` has exited: its memory is no longer valid."""
+    """Sent by the supervisor to local clients when the process `pid` has exited.
+
+    The memory of that process is no longer valid.
+    """
 
     TAG: ClassVar[str] = "ProcessExited"  # the name in the local clients' protocol since version 1
 
@@ -130,10 +137,10 @@ class OwnerExited:
 
 @message
 class ServerEnding:
-    """Sent to a local client when the server stops and a successor will listen at the same path.
+    """Sent by the supervisor to local clients when it stops and has a successor.
 
-    The local client sends new requests to the successor. Requests in flight are still answered. The
-    client confirms with `Acknowledged`.
+    The successor will listen at the same path, and the client sends new requests to it. Requests in
+    flight are still answered. The client confirms with `Acknowledged`.
     """
 
     acknowledge: int
@@ -141,7 +148,10 @@ class ServerEnding:
 
 @message
 class HealthChanged:
-    """Sent when the result of health checks changes. `exiting`: reject new inferences."""
+    """Sent by the supervisor to gateways and local clients when a health check has a new result.
+
+    With `exiting`, the receiver rejects new inferences.
+    """
 
     live: bool
     ready: bool
@@ -153,14 +163,18 @@ class HealthChanged:
 
 @message
 class MemoryDropped:
-    """Sent when a memory must be unmapped: its region was unregistered or its owner exited."""
+    """Sent by the supervisor to workers, which unmap a memory.
+
+    Its region was unregistered, or its owner has exited. An ensemble sends the message to the
+    supervisor for memory of its own.
+    """
 
     memory_id: int
 
 
 @message
 class RegionPublished:
-    """Sent when a region may be used under `name`.
+    """Sent by the supervisor to gateways when a region may be used under `name`.
 
     `memory_range` is its range in its object, as `pack_range` of ipc/tensors/descriptors.py encodes
     it. `key` is empty for CUDA memory. `uid` and `group` are those of the owner. A region with
@@ -179,7 +193,7 @@ class RegionPublished:
 
 @message
 class RegionDrained:
-    """Sent when a draining region is no longer listed.
+    """Sent by the supervisor to gateways when a draining region is no longer listed.
 
     The last request that used the withdrawn generation ended in all gateways, or a local client
     withdrew the memory.
@@ -191,9 +205,10 @@ class RegionDrained:
 
 @message
 class RegionRetired:
-    """Sent when a region was unregistered: it is withdrawn once no request uses it.
+    """Sent by the supervisor to gateways when a region was unregistered.
 
-    Until then requests may use it. Gateways send `RegionInUse` when their use begins and ends.
+    The region is withdrawn once no request uses it. Until then requests may use it. Gateways send
+    `RegionInUse` when their use begins and ends.
     """
 
     memory_id: int
@@ -202,7 +217,7 @@ class RegionRetired:
 
 @message
 class RegionWithdrawn:
-    """Sent when a region's name is free again.
+    """Sent by the supervisor to gateways when a region's name is free again.
 
     The gateway sends `RegionReleased` when its last request that uses this generation has ended.
     """
@@ -228,7 +243,7 @@ class EventHeader:
 
 @message
 class ModelChanged:
-    """A model version has a new state or reason.
+    """Published when a model version has a new state or reason.
 
     The states are those of the repository index; an empty state means that the version is gone.
     """
@@ -241,7 +256,10 @@ class ModelChanged:
 
 @message
 class LoadRefused:
-    """A load failed. The model serves what it served before."""
+    """Published when a load has failed.
+
+    The model serves what it served before.
+    """
 
     name: str
     reason: str
@@ -249,7 +267,7 @@ class LoadRefused:
 
 @message
 class InstancesChanged:
-    """The number of instances of a model version has changed, between its bounds."""
+    """Published when the number of instances of a model version has changed, between its bounds."""
 
     name: str
     version: str
@@ -260,7 +278,7 @@ class InstancesChanged:
 
 @message
 class ProcessStarted:
-    """A process of the server has started."""
+    """Published when a process of the server has started."""
 
     pid: int
     title: str
@@ -268,7 +286,7 @@ class ProcessStarted:
 
 @message
 class ProcessEnded:
-    """A process has ended.
+    """Published when a process has ended.
 
     `reason` is its exit status or signal, and why the server killed it if it did.
     """
@@ -280,7 +298,7 @@ class ProcessEnded:
 
 @message
 class RegionRegistered:
-    """A region was registered, or a local client shared memory.
+    """Published when a region was registered, or a local client has shared memory.
 
     `key` is the key of the object, "memfd" for the memory of a local client, and empty for CUDA
     memory. `device` is -1 for host memory.
@@ -296,7 +314,10 @@ class RegionRegistered:
 
 @message
 class RegionUnregistered:
-    """A region was unregistered. `reason` is empty if its owner requested that."""
+    """Published when a region was unregistered.
+
+    `reason` is empty if its owner requested that.
+    """
 
     name: str
     reason: str
@@ -304,7 +325,7 @@ class RegionUnregistered:
 
 @message
 class RegionBlamed:
-    """A region was unregistered because its memory killed a worker."""
+    """Published when a region was unregistered because its memory has killed a worker."""
 
     name: str
     reason: str
@@ -312,7 +333,10 @@ class RegionBlamed:
 
 @message
 class ModelCounted:
-    """The counters of a model version since its load, and its queue and running requests now."""
+    """Published with the counters of a model version since its load.
+
+    The counters include its queue and its running requests now.
+    """
 
     name: str
     version: str
@@ -321,7 +345,10 @@ class ModelCounted:
 
 @message
 class SequenceReached:
-    """The sequence number of a topic's latest event. A lower number means lost events."""
+    """Published with the sequence number of a topic's latest event.
+
+    A lower number means that events were lost.
+    """
 
     topic: str
     sequence: int

@@ -147,7 +147,7 @@ def decode_start(cls: type[T], data: bytes) -> T:
 
 @message
 class Started:
-    """Sent by a gateway or scheduler host when it runs and receives.
+    """Sent by a gateway or a scheduler host to the supervisor when it runs and receives.
 
     A gateway then receives the current state, with `HealthChanged` last, and opens its ports.
     """
@@ -155,12 +155,14 @@ class Started:
 
 @message
 class Stop:
-    """Exit after the running work."""
+    """Sent by the supervisor to a process, which exits after its running work."""
 
 
 @message
 class Drain:
-    """Accept no new work, complete requests in flight, then send `Drained`.
+    """Sent by the supervisor to a gateway or a scheduler before it stops.
+
+    The receiver accepts no new work, completes requests in flight, and then sends `Drained`.
 
     Attributes:
         sequences: Whether open sequences count as in flight until they end or their idle limit
@@ -174,22 +176,25 @@ class Drain:
 
 @message
 class Drained:
-    """Sent when nothing is in flight in this process any more."""
+    """Sent by a gateway or a scheduler to the supervisor when it has no work in flight any more."""
 
 
 @message
 class Ping:
-    """Send `Acknowledged` with this number, as a sign of life."""
+    """Sent by the supervisor to a gateway or a scheduler host to check that it is alive.
+
+    The receiver sends `Acknowledged` with this number.
+    """
 
     acknowledge: int
 
 
 @message
 class LoadsFailed:
-    """Sent to gateways for their metrics: the models that do not serve since their load failed.
+    """Sent by the supervisor to gateways, for their metrics, when the failed loads have changed.
 
-    `models` are pairs of name and version ("": none was found); `count` is that of all failed
-    loads so far.
+    `models` are pairs of name and version of the models that do not serve since their load failed
+    ("": no version was found). `count` is the number of all failed loads so far.
     """
 
     models: list[list[str]]
@@ -198,17 +203,21 @@ class LoadsFailed:
 
 @message
 class SetLogging:
-    """Apply log settings: the fields of shmserve.logs.LogSettings by name."""
+    """Sent by the supervisor to all processes of the server, which apply the log settings.
+
+    `settings` are the fields of shmserve.logs.LogSettings by name.
+    """
 
     settings: dict[str, Any]
 
 
 @message
 class SetTracing:
-    """Apply trace settings: the fields of TraceSettings by model name ("" for all other models).
+    """Sent by the supervisor to gateways and schedulers, which apply the trace settings.
 
-    A scheduler measures the requests of its local clients accordingly, and reports each that takes
-    longer than `slow_request_ms` (0: none).
+    `settings` are the fields of TraceSettings by model name ("" for all other models). A scheduler
+    measures the requests of its local clients accordingly, and reports each that takes longer than
+    `slow_request_ms` (0: none).
     """
 
     settings: dict[str, Any]
@@ -220,28 +229,34 @@ class SetTracing:
 
 @message
 class GatewayReady:
-    """Sent when the gateway listens."""
+    """Sent by a gateway to the supervisor when it listens."""
 
 
 @message
 class Accept:
-    """Accept the clients that wait at a listener which is older than the server."""
+    """Sent by the supervisor to a gateway that has a listener of an earlier server.
+
+    The gateway accepts the clients that wait there.
+    """
 
 
 @message
 class SetTokens:
-    """Require one of these tokens of clients, encoded as in common/auth_tokens.py."""
+    """Sent by the supervisor to gateways, which require one of these tokens of clients.
+
+    The tokens are encoded as in common/auth_tokens.py.
+    """
 
     tokens: dict[str, Any]
 
 
 @message
 class RequestTraced:
-    """The trace of a local client's request that was sampled or slow.
+    """Sent by a scheduler with the trace of a local client's request that was sampled or slow.
 
-    Schedulers send it to the supervisor, which sends it to a gateway: gateways write and export
-    traces. `trace` and `spans` are encoded as in ipc/trace.py, times are monotonic ns, and `error`
-    is empty for a successful request.
+    The supervisor forwards it to a gateway: gateways write and export traces. `trace` and `spans`
+    are encoded as in ipc/trace.py, times are monotonic ns, and `error` is empty for a successful
+    request.
     """
 
     model: str
@@ -260,9 +275,9 @@ class RequestTraced:
 
 @message
 class OpenScheduler:
-    """Host a scheduler. `start` is an encoded `SchedulerStart`.
+    """Sent by the supervisor to a scheduler host, which opens a scheduler.
 
-    The scheduler sends its own `SchedulerReady`.
+    `start` is an encoded `SchedulerStart`. The scheduler sends its own `SchedulerReady`.
     """
 
     start: bytes
@@ -270,7 +285,10 @@ class OpenScheduler:
 
 @message
 class SchedulerClosed:
-    """Sent when the scheduler `number` was closed, or could not be opened for a `reason`."""
+    """Sent by a scheduler host to the supervisor when the scheduler `number` was closed.
+
+    With a `reason`, the scheduler could not be opened.
+    """
 
     number: int
     reason: str
@@ -278,23 +296,24 @@ class SchedulerClosed:
 
 @message
 class SchedulerReady:
-    """Sent when the scheduler's sockets are bound."""
+    """Sent by a scheduler to the supervisor when its sockets are bound."""
 
     pid: int
 
 
 @message
 class ResizeCache:
-    """Limit the response cache of this model version to `byte_size` bytes."""
+    """Sent by the supervisor to a scheduler to limit its response cache to `byte_size` bytes."""
 
     byte_size: int
 
 
 @message
 class InstanceExpected:
-    """An instance is loading or restarting; requests wait for it.
+    """Sent by the supervisor to a scheduler when an instance loads or restarts.
 
-    `process` is the number of its process, or 0 before it has one. No other process is accepted.
+    Requests wait for the instance. `process` is the number of its process, or 0 before it has one.
+    No other process is accepted.
     """
 
     index: int
@@ -303,7 +322,10 @@ class InstanceExpected:
 
 @message
 class InstanceGone:
-    """An instance will not restart. Waiting requests fail for `reason` if it was the last one."""
+    """Sent by the supervisor to a scheduler when an instance will not restart.
+
+    If it was the last instance, waiting requests fail for `reason`.
+    """
 
     index: int
     reason: str
@@ -311,30 +333,39 @@ class InstanceGone:
 
 @message
 class RetireInstance:
-    """Send no new batch or sequence to an instance, and let it finish what it has."""
+    """Sent by the supervisor to a scheduler, which sends no new work to an instance.
+
+    The instance finishes its batches and sequences, and the scheduler sends `InstanceRetired`.
+    """
 
     index: int
 
 
 @message
 class CountChange:
-    """Count one instance more or less, because a load requests that."""
+    """Sent by the supervisor to a scheduler when the load requires another number of instances.
+
+    The scheduler counts one instance more or less.
+    """
 
     more: bool
 
 
 @message
 class InstanceRetired:
-    """Sent when a retiring instance has finished. `process`: its process, 0 if unknown."""
+    """Sent by a scheduler to the supervisor when a retiring instance has finished.
+
+    `process` is the number of its process, or 0 if it is unknown.
+    """
 
     process: int
 
 
 @message
 class InstanceServed:
-    """Sent when the process with this number has completed its first execution.
+    """Sent by a scheduler to the supervisor when a process has completed its first execution.
 
-    If it dies later, that is no crash loop.
+    If the process dies later, that is no crash loop.
     """
 
     process: int
@@ -342,7 +373,7 @@ class InstanceServed:
 
 @message
 class KillInstance:
-    """Sent when an instance exceeded its execution limit.
+    """Sent by a scheduler to the supervisor when an instance has exceeded its execution limit.
 
     The supervisor logs where it hangs and kills its process, if that is still the same.
     """
@@ -353,15 +384,19 @@ class KillInstance:
 
 @message
 class SnapshotStatistics:
-    """Request `StatisticsSnapshot`, without the long lists of responses: sent every second."""
+    """Sent by the supervisor to a scheduler every second to request `StatisticsSnapshot`.
+
+    The snapshot lacks the long lists of responses.
+    """
 
 
 @message
 class StatisticsSnapshot:
-    """The counters of a scheduler, which its successor restores; sent before they are published.
+    """Sent by a scheduler to the supervisor with its counters, before they are published.
 
-    `statistics` are those of scheduler/statistics.py, and `metrics` the model's own, encoded as in
-    common/model_metrics.py. An entry that is missing in `statistics` has not changed.
+    The successor of the scheduler restores them. `statistics` are those of scheduler/statistics.py,
+    and `metrics` the model's own, encoded as in common/model_metrics.py. An entry that is missing
+    in `statistics` has not changed.
     """
 
     statistics: dict[str, Any]
@@ -370,9 +405,10 @@ class StatisticsSnapshot:
 
 @message
 class BaseCounters:
-    """The counters of the replaced versions, as returned by `total` in common/model_metrics.py.
+    """Sent by the supervisor to a scheduler with the counters of the versions that it replaces.
 
-    The latest message replaces earlier ones.
+    The counters are those that `total` in common/model_metrics.py returns. The latest message
+    replaces earlier ones.
     """
 
     statistics: dict[str, Any]
@@ -383,7 +419,7 @@ class BaseCounters:
 
 @message
 class WorkerStarted:
-    """Sent when the worker runs and waits for `LoadInstance` or `CompleteConfig`.
+    """Sent by a worker to the supervisor when it waits for `LoadInstance` or `CompleteConfig`.
 
     On SIGUSR2 the worker appends the stacks of its threads to its open file `stacks_fd`.
     """
@@ -394,21 +430,30 @@ class WorkerStarted:
 
 @message
 class CompleteConfig:
-    """Derive the missing parts of the configuration, then send `ConfigCompleted`."""
+    """Sent by the supervisor to a worker to derive the missing parts of a configuration.
+
+    The worker responds with `ConfigCompleted`.
+    """
 
     config: ModelSpec
 
 
 @message
 class ConfigCompleted:
-    """The model's own configuration, to be merged and validated."""
+    """Sent by a worker to the supervisor with the model's own configuration.
+
+    The supervisor merges and validates it.
+    """
 
     config: dict[str, Any]
 
 
 @message
 class LoadInstance:
-    """Load the model with this final configuration, and connect to the worker endpoint."""
+    """Sent by the supervisor to a worker to load its model with the final configuration.
+
+    The worker then connects to the endpoint of its scheduler.
+    """
 
     config: ModelSpec
     endpoint: str
@@ -416,10 +461,10 @@ class LoadInstance:
 
 @message
 class InstanceLoaded:
-    """Sent when the model is loaded, before the instance connects to its scheduler.
+    """Sent by a worker to the supervisor when its model is loaded.
 
-    `checks_ready`: the model itself responds to `CheckReady`. `device_byte_size`: its accelerator
-    memory, as far as torch reports it.
+    The instance connects to its scheduler afterwards. `checks_ready`: the model itself responds to
+    `CheckReady`. `device_byte_size`: its accelerator memory, as far as torch reports it.
     """
 
     seconds: float
@@ -429,7 +474,10 @@ class InstanceLoaded:
 
 @message
 class LoadFailed:
-    """Sent when the model could not be loaded. `frames`: the traceback of the model's own code."""
+    """Sent by a worker to the supervisor when its model could not be loaded.
+
+    `frames` is the traceback of the model's own code.
+    """
 
     code: str
     message: str
@@ -438,21 +486,27 @@ class LoadFailed:
 
 @message
 class Attach:
-    """Connect to the scheduler at this endpoint only: the last one died, or the model moved."""
+    """Sent by the supervisor to a worker whose scheduler has died or whose model has moved.
+
+    The worker connects to the scheduler at this endpoint only.
+    """
 
     endpoint: str
 
 
 @message
 class CheckReady:
-    """Call the model's readiness check, then send `ReadyChecked`."""
+    """Sent by the supervisor to a worker to call the model's readiness check.
+
+    The worker responds with `ReadyChecked`.
+    """
 
     id: int
 
 
 @message
 class ReadyChecked:
-    """The result of a `CheckReady`."""
+    """Sent by a worker to the supervisor with the result of a `CheckReady`."""
 
     id: int
     ready: bool
@@ -460,7 +514,11 @@ class ReadyChecked:
 
 @message
 class CheckMemory:
-    """Open this CUDA memory, check that it has `byte_size` bytes, and close it."""
+    """Sent by the supervisor to a worker to check CUDA memory that a client registers.
+
+    The worker opens the memory, checks that it has `byte_size` bytes, closes it, and responds with
+    `MemoryChecked`.
+    """
 
     id: int
     handle: bytes
@@ -471,7 +529,10 @@ class CheckMemory:
 
 @message
 class MemoryChecked:
-    """The result of a `CheckMemory`. An empty code is success; `message` is for the client."""
+    """Sent by a worker to the supervisor with the result of a `CheckMemory`.
+
+    An empty code is success; `message` is for the client.
+    """
 
     id: int
     code: str
@@ -480,7 +541,10 @@ class MemoryChecked:
 
 @message
 class WorkspaceAllocated:
-    """Sent when a device's workspace pool is allocated. `handle` opens it."""
+    """Sent by a workspace holder to the supervisor when a device's pool is allocated.
+
+    `handle` opens the pool.
+    """
 
     handle: bytes
     device_uuid: bytes

@@ -52,7 +52,7 @@ def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def decode_bytes(
-    raw: bytes | memoryview, shape: tuple[int, ...], name: str, model: str
+    raw: bytes | bytearray | memoryview, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray[Any, Any]:
     """Return the elements of a serialized BYTES tensor as an object array of `shape`.
 

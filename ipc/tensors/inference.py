@@ -82,10 +82,10 @@ def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     for output in outputs:
         start, end = output.offset, output.offset + output.byte_size
         for memory_range in given:
-            apart = (
+            disjoint = (
                 end <= memory_range.offset or memory_range.offset + memory_range.byte_size <= start
             )
-            if not apart and memory_range.memory.object == output.memory.object:
+            if not disjoint and memory_range.memory.object == output.memory.object:
                 return True
     return False
 
@@ -264,12 +264,12 @@ def pack_inference(request: Inference) -> Packed:
     """Return the schema and data of a request, for `Submit`."""
     data = pack_data(tensor.data for tensor in request.inputs)
     data += [pack_range(o.memory_range) for o in request.outputs if o.memory_range is not None]
-    placed = [output for output in request.outputs if output.memory_range is not None]
+    with_range = [output for output in request.outputs if output.memory_range is not None]
     schema = pack_request_schema(
         request.inputs,
         [output.name for output in request.outputs],
-        {output.name for output in placed},
-        {output.name for output in placed if output.or_input},
+        {output.name for output in with_range},
+        {output.name for output in with_range if output.or_input},
         request.parameters,
     )
     return schema, data

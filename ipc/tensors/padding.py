@@ -110,7 +110,7 @@ class Padding:
 class PaddedBatch:
     """The shapes and the padding of the requests in a batch."""
 
-    __slots__ = ("_apart", "_largest", "_padding", "_pads", "_rest", "_rows", "_true")
+    __slots__ = ("_largest", "_padded_alone", "_padding", "_pads", "_rest", "_rows", "_true")
 
     def __init__(self, padding: Padding) -> None:
         self._padding = padding
@@ -119,7 +119,7 @@ class PaddedBatch:
         self._largest: Sequence[Shape] = ()
         self._rows = 0
         self._true = [0] * len(self._pads)  # elements of each input that clients sent
-        self._apart = [0] * len(self._pads)  # elements if each request were padded by itself
+        self._padded_alone = [0] * len(self._pads)  # elements if each request were padded by itself
 
     def may_join(self, key: bytes, units: int) -> bool:
         """Add a request to the batch if it may join.
@@ -141,13 +141,13 @@ class PaddedBatch:
         elif rest != self._rest:
             return False
         else:
-            both = zip(self._largest, shapes, strict=True)
-            largest = [tuple(map(max, one, other)) for one, other in both]
+            pairs = zip(self._largest, shapes, strict=True)
+            largest = [tuple(map(max, first, second)) for first, second in pairs]
         rows = self._rows + units
-        true, apart = self._true.copy(), self._apart.copy()
+        true, padded_alone = self._true.copy(), self._padded_alone.copy()
         for at, (pad, shape, most) in enumerate(zip(self._pads, shapes, largest, strict=True)):
             true[at] += units * element_count(shape)
-            apart[at] += units * element_count(pad.padded(shape) or shape)
+            padded_alone[at] += units * element_count(pad.padded(shape) or shape)
             padded = pad.padded(most)
             if self._rest is None:
                 continue
@@ -155,10 +155,10 @@ class PaddedBatch:
                 return False
             total = rows * element_count(padded)
             wasteful = total - true[at] > pad.max_waste * total
-            if total > apart[at] and (wasteful or total > _MOST_ELEMENTS):
+            if total > padded_alone[at] and (wasteful or total > _MOST_ELEMENTS):
                 return False
         self._rest, self._largest, self._rows = rest, largest, rows
-        self._true, self._apart = true, apart
+        self._true, self._padded_alone = true, padded_alone
         return True
 
     def elements(self) -> dict[str, tuple[int, int]]:

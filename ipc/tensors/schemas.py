@@ -5,8 +5,8 @@ such messages: names, datatypes, shapes and parameters. The sender packs each sc
 receiver can look up the unpacked schema by its bytes. The data are the tensors' bytes or memory
 ranges.
 
-    known = schemas.find(message.schema) or schemas.learn(message.schema)
-    for tensor, data in zip(known.inputs, message.data): ...
+    entry = schemas.find(message.schema) or schemas.learn(message.schema)
+    for tensor, data in zip(entry.inputs, message.data): ...
 """
 
 from __future__ import annotations
@@ -30,65 +30,65 @@ class BoundedCache(Generic[K, V]):
     evicted instead and passed to `on_evict`. Thread-safe.
     """
 
-    __slots__ = ("_known", "_most", "_noticed", "_on_evict", "find")
+    __slots__ = ("_most", "_on_evict", "_seen_keys", "_values", "find")
 
     def __init__(self, most: int, on_evict: Callable[[V], None] | None = None) -> None:
-        self._known: dict[K, V] = {}
-        self._noticed: set[K] = set()
+        self._values: dict[K, V] = {}
+        self._seen_keys: set[K] = set()
         self._most = most
         self._on_evict = on_evict
         # Returns the value of a key, or None. The dictionary's own method avoids a Python call.
-        self.find: Callable[[K], V | None] = self._known.get
+        self.find: Callable[[K], V | None] = self._values.get
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._values)
 
-    def notice(self, key: K) -> bool:
+    def is_repeated(self, key: K) -> bool:
         """Record a key, and return whether it was seen before.
 
         A caller can thereby avoid deriving a value for a single use.
         """
-        if key in self._known or key in self._noticed:
+        if key in self._values or key in self._seen_keys:
             return True
-        if len(self._noticed) >= self._most:
-            self._noticed.clear()
-        self._noticed.add(key)
+        if len(self._seen_keys) >= self._most:
+            self._seen_keys.clear()
+        self._seen_keys.add(key)
         return False
 
-    def remember(self, key: K, value: V) -> None:
+    def store(self, key: K, value: V) -> None:
         """Store or replace the value of a key."""
         self._reserve(key)
-        self._known[key] = value
+        self._values[key] = value
 
     def share(self, key: K, value: V) -> V:
         """Store a value unless another thread has stored one; return the stored one."""
         self._reserve(key)
-        return self._known.setdefault(key, value)
+        return self._values.setdefault(key, value)
 
-    def forget(self, key: K) -> None:
+    def remove(self, key: K) -> None:
         """Remove the value of a key, if there is one."""
-        self._known.pop(key, None)
+        self._values.pop(key, None)
 
     def clear(self) -> None:
         """Evict all values."""
         if self._on_evict is None:
-            self._known.clear()
+            self._values.clear()
             return
-        for key in list(self._known):
+        for key in list(self._values):
             self._evict(key)
 
     def _reserve(self, key: K) -> None:
-        if len(self._known) < self._most or key in self._known:
+        if len(self._values) < self._most or key in self._values:
             return
         if self._on_evict is None:
-            self._known.clear()
+            self._values.clear()
             return
-        known = list(self._known)
-        for oldest in known[: len(known) - self._most + 1]:
+        keys = list(self._values)
+        for oldest in keys[: len(keys) - self._most + 1]:
             self._evict(oldest)
 
     def _evict(self, key: K) -> None:
-        value = self._known.pop(key, None)
+        value = self._values.pop(key, None)
         if value is not None and self._on_evict is not None:
             self._on_evict(value)
 
@@ -101,30 +101,30 @@ class Schemas(Generic[T]):
         most: The capacity. A full cache is cleared.
 
     Attributes:
-        known: The entries, for direct lookup by a single thread.
+        entries: The entries, for direct lookup by a single thread.
     """
 
-    __slots__ = ("_derive", "_most", "find", "known")
+    __slots__ = ("_derive", "_most", "entries", "find")
 
     def __init__(self, derive: Callable[[bytes], T], most: int = _MOST_SCHEMAS) -> None:
-        self.known: dict[bytes, T] = {}
+        self.entries: dict[bytes, T] = {}
         self._derive = derive
         self._most = most
         # Returns the entry of a schema, or None. The dictionary's own method avoids a Python call.
-        self.find: Callable[[bytes], T | None] = self.known.get
+        self.find: Callable[[bytes], T | None] = self.entries.get
 
     def __len__(self) -> int:
-        return len(self.known)
+        return len(self.entries)
 
     def learn(self, schema: bytes) -> T:
         """Derive and store the entry of a schema that is not in the cache."""
         entry = self._derive(schema)
         if len(schema) <= _LONGEST_SCHEMA:
-            if len(self.known) >= self._most:
-                self.known.clear()
-            self.known[schema] = entry
+            if len(self.entries) >= self._most:
+                self.entries.clear()
+            self.entries[schema] = entry
         return entry
 
     def clear(self) -> None:
         """Remove all entries, because `derive` would return different ones now."""
-        self.known.clear()
+        self.entries.clear()

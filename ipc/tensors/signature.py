@@ -90,8 +90,8 @@ class Signature:
             InvalidArgument: Requests of this schema do not fit the model.
             MalformedMessage: The bytes are not a request schema.
         """
-        known = RequestSchema(schema)
-        return self._check(known.inputs, known.outputs, sized=False)
+        unpacked = RequestSchema(schema)
+        return self._check(unpacked.inputs, unpacked.outputs, sized=False)
 
     def output_size(self, name: str, batch_size: int) -> int | None:
         """Return the byte size of an output for a request of `batch_size` rows.
@@ -112,24 +112,24 @@ class Signature:
         *,
         sized: bool,
     ) -> BatchFit:
-        seen: set[str] = set()
+        given: set[str] = set()
         for tensor in inputs:
-            if tensor.name in seen:
+            if tensor.name in given:
                 raise InvalidArgument(f"input '{tensor.name}' already exists in request")
-            seen.add(tensor.name)
-        asked: set[str] = set()
+            given.add(tensor.name)
+        requested: set[str] = set()
         for output in outputs:
-            if output.name in asked:
+            if output.name in requested:
                 raise InvalidArgument(f"output '{output.name}' already exists in request")
             if output.name not in self.outputs:
                 raise _Unexpected(
                     f"unexpected inference output '{output.name}' for model '{self.name}'"
                 )
-            asked.add(output.name)
-        if len(seen) != len(self.inputs) or self.any_optional:
-            self._check_count(seen)
+            requested.add(output.name)
+        if len(given) != len(self.inputs) or self.any_optional:
+            self._check_count(given)
         batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
-        key: list[object] = [sorted(seen)] if self.any_optional else []
+        key: list[object] = [sorted(given)] if self.any_optional else []
         padded: dict[str, tuple[int, ...]] = {}
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
@@ -183,20 +183,20 @@ class Signature:
             )
         return max(batch_size, 0)
 
-    def _check_count(self, seen: set[str]) -> None:
-        missing = [name for name in self.inputs if name in self.required and name not in seen]
-        if not missing and len(seen) <= len(self.inputs):
+    def _check_count(self, given: set[str]) -> None:
+        missing = [name for name in self.inputs if name in self.required and name not in given]
+        if not missing and len(given) <= len(self.inputs):
             return
-        got = f"Got input(s) [{_names(sorted(seen))}]"
+        got = f"Got input(s) [{_names(sorted(given))}]"
         lost = f", but missing required input(s) [{_names(missing)}]" if missing else ""
         hint = " Please provide all required input(s)." if missing else ""
         if self.any_optional:
             raise InvalidArgument(
                 f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
-                f"but got {len(seen)} inputs for model '{self.name}'. {got}{lost}.{hint}"
+                f"but got {len(given)} inputs for model '{self.name}'. {got}{lost}.{hint}"
             )
         raise InvalidArgument(
-            f"expected {len(self.inputs)} inputs but got {len(seen)} inputs for model "
+            f"expected {len(self.inputs)} inputs but got {len(given)} inputs for model "
             f"'{self.name}'. {got}{lost}.{hint}"
         )
 

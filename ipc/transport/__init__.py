@@ -1,5 +1,9 @@
 """Sockets for typed messages, with many messages per frame; they never block and trust no peer.
 
+dealer.py router.py     the connecting and the bound ends of links
+zmtp.py                 ZeroMQ's wire protocol, and connections that use it
+frames.py records.py    messages to MessagePack and back, with types checked
+
 A `Router` binds a unix socket to which many `Dealer`s connect. The wire protocol is ZeroMQ's
 (zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues a message. `flush`
 sends all messages queued for a peer as one frame and is called once per iteration of a loop. `fd`

@@ -182,7 +182,7 @@ class LinkTable:
         try:
             return Dealer(endpoint, self._identity)
         except OSError as error:
-            raise Unavailable(f"no link to a scheduler can be made: {error.strerror}") from error
+            raise Unavailable(f"cannot connect to a scheduler: {error.strerror}") from error
 
     def keep(self, link: Dealer) -> Dealer:
         """Add a link to the table, and return it."""

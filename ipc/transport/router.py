@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _LISTEN_BACKLOG = 1024
 _OUT = select.EPOLLOUT
-_COMPLAINTS = 32  # this many are logged, and then ever fewer
+_COMPLAINTS = 32  # all of this many are logged, and then fewer and fewer
 LARGEST_FRAME = 8 << 20  # other peers wait while it is read
 MOST_ELEMENTS = 1 << 16  # per array, such as that of a frame's messages
 _MOST_STRANGERS = 64
@@ -72,7 +72,7 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
 
 def out_of_descriptors(error: OSError) -> Unavailable:
     """Return the error for a socket that cannot be created in the run directory."""
-    return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
+    return Unavailable(f"cannot create a socket in the run directory: {error.strerror or error}")
 
 
 class Listener:
@@ -161,7 +161,7 @@ class Router:
         for peer in list(pending):
             messages = pending.pop(peer)
             if peer not in peers:
-                logger.debug("%d messages for a peer that is gone", len(messages))
+                logger.debug("%d messages for a disconnected peer", len(messages))
                 continue
             connection = peers[peer]
             try:

@@ -217,8 +217,8 @@ class Connection:
         """Send more of the buffered output."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
-                with memoryview(self.unsent) as left:
-                    sent = self.sock.send(left[:_CHUNK])
+                with memoryview(self.unsent) as view:
+                    sent = self.sock.send(view[:_CHUNK])
                 del self.unsent[:sent]
         self._watch()
 
@@ -254,8 +254,8 @@ def linger(connections: Iterable[Connection], linger_s: float) -> None:
     end = time.monotonic() + linger_s
     for connection in connections:
         with contextlib.suppress(OSError):
-            while connection.unsent and (left_s := end - time.monotonic()) > 0:
+            while connection.unsent and (remaining_s := end - time.monotonic()) > 0:
                 writable = select.poll()
                 writable.register(connection.sock, select.POLLOUT)
-                writable.poll(left_s * 1000)
+                writable.poll(remaining_s * 1000)
                 connection.push()

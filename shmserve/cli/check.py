@@ -151,7 +151,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
             print(f"{name:<32} {verdict.outcome:<7} {lines}", flush=True)
     status = max((_STATUSES[each["outcome"]] for each in found), default=2)
     notes = [] if rows else ["no model found"]
-    notes += [f"--input: no model that was loaded has an input '{name}'" for name in sorted(unused)]
+    notes += [f"--input: no loaded model has an input '{name}'" for name in sorted(unused)]
     counts = {key: sum(each["outcome"] == key for each in found) for key in _STATUSES}
     if as_json:
         print(json.dumps({"models": found, "summary": counts, "notes": notes}), flush=True)

@@ -95,17 +95,17 @@ def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Ite
     return answer if isinstance(answer, list) else [answer]
 
 
-_INFER = "send one request to a model and print its responses, each on a line when it comes"
+_INFER = "send one request to a model and print each response on a line"
 _EACH = ("[every one]", "[all of it]")
 VERBS = {
     "infer": Verb(_INFER),
     "ready": Verb("whether the server, or a model, is ready", True, *_EACH),
     "models": Verb("the models of the repository, and their states"),
-    "load": Verb("load a model, or load it again", True),
+    "load": Verb("load or reload a model", True),
     "unload": Verb("unload a model", True),
-    "stats": Verb("counters and times, of all models or of one", True, *_EACH),
-    "config": Verb("a model's configuration, as it is in force", True, "[the latest]"),
-    "regions": Verb("the registered regions of shared memory"),
+    "stats": Verb("counters and durations of one model or all models", True, *_EACH),
+    "config": Verb("the effective configuration of a model", True, "[the latest]"),
+    "regions": Verb("the registered shared memory regions"),
 }
 
 _LIST = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())

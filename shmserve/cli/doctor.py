@@ -22,11 +22,11 @@ _STATUS = {OK: 0, WARNING: 1, WRONG: 2}
 HELP = """\
 usage: shmserve doctor [--json] [--peer PID] [flags of serve]
 
-Looks at what a server with these flags (or with those of --config FILE) needs of this host, and
-prints a finding a check: ok, warning or wrong, what was found, and behind an arrow what to do about
-it. --peer PID asks instead whether that process can share memory with the server, the one that runs
-in the run directory, or else one that this user would start here. --json prints an object. Exit
-status: 0 all is well, 1 there are warnings, 2 something is wrong."""
+Checks whether this host meets the requirements of a server with these flags (or with those of
+--config FILE), and prints one line per check: ok, warning or wrong, what was found, and after an
+arrow the remedy. --peer PID checks instead whether that process can share memory with the server of
+the run directory, or with one that this user would start here. --json prints an object. Exit
+status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ _PHASES = {
     "draft": "propose tokens",
     "forward": "run the model",
     "sample": "choose tokens",
-    "text": "make tokens of prompts, and texts of tokens (beside the steps)",
+    "text": "tokenize prompts and decode tokens (outside of the steps)",
 }
 
 
@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the server's metrics [http://127.0.0.1:8002/metrics]",
     )
     parser.add_argument("--token", default="", help="for a server whose metrics need one")
-    parser.add_argument("--plot", metavar="FILE", help="a picture, too (.png or .svg; matplotlib)")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="also draw a chart into this file (.png or .svg; needs matplotlib)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

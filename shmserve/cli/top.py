@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", metavar="FILE", help="its first word is sent as the bearer token"
     )
-    parser.add_argument("--once", action="store_true", help="print the figures once, and end")
+    parser.add_argument("--once", action="store_true", help="print the figures once, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
         raise Unavailable(f"{request.full_url}: {body or error}") from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"{request.full_url}: {error}") from None
-    raise Unavailable(f"{request.full_url}: the server has ended")
+    raise Unavailable(f"{request.full_url}: the server has exited")
 
 
 class Top:

@@ -91,7 +91,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
             best = attempt.run(start)
         except KeyboardInterrupt:
             best, interrupted = attempt.best, True
-            print("interrupted: the model gets its configuration back", file=sys.stderr)
+            print("interrupted: the model's configuration is restored", file=sys.stderr)
     trials = list(attempt.trials.values())
     if not trials:
         return 130
@@ -100,7 +100,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best is None:
         print(search.table(trials, target_ms))
-        print(f"no configuration that was tried has a p99 within {target_ms:g} ms", file=sys.stderr)
+        print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 130 if interrupted else 1
     if args.apply and not interrupted:
         server.load(args.model, search.configured(config, best.candidate, target_ms))

@@ -447,7 +447,7 @@ class Server:
     async def _connected(self) -> _Turns:
         turns = self._turns
         if turns is not None and turns.loop is not asyncio.get_running_loop():
-            raise InvalidArgument("this client is of another event loop: connect in this one")
+            raise InvalidArgument("this client belongs to another event loop: connect in this one")
         if turns is not None and turns.connection.alive and not turns.connection.draining:
             return turns
         connection = await asyncio.to_thread(self._session.connection)

@@ -48,7 +48,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 _LARGEST = 4 * 1024 * 1024  # bytes of a packet
 # The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
-GONE = "there is no server any more"
+GONE = "the server is no longer running"
 _MOST_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
 
 
@@ -393,6 +393,7 @@ def _why_not(error: Exception) -> str:
         return f"the server cannot be used: {error},"
     if isinstance(error, ConnectionResetError | BrokenPipeError | MalformedMessage):
         return (
-            "this client, perhaps of another version or one too many, was not let in by the server"
+            "the server rejected this client: its version may differ, or the limit of clients "
+            "is reached"
         )
     return "no server answers"

@@ -50,8 +50,8 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     if usual in found:
         raise _ended(usual)
     if os.path.lexists(usual):
-        raise InvalidArgument(f"{usual} belongs to another user: name it if that is meant")
-    raise Disconnected(f"no server of this user's runs: there is no run directory {usual}")
+        raise InvalidArgument(f"{usual} belongs to another user: name it explicitly to use it")
+    raise Disconnected(f"no server of this user is running: there is no run directory {usual}")
 
 
 def _ended(run_dir: Path) -> Disconnected:

@@ -165,7 +165,7 @@ class EventReader:
                 return topic.decode(), header, events
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
-                raise Disconnected("the server has ended")
+                raise Disconnected("the server has exited")
             return None
 
     def close(self) -> None:

@@ -193,9 +193,9 @@ class ServerState(ABC):
         self.losses += 1
         self.wake_all()
 
-    def copied(self, memory_range: Range) -> bytes:
+    def copied(self, memory_range: Range) -> bytearray:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
-        return bytes(self.mappings.view(memory_range))
+        return bytearray(self.mappings.view(memory_range))
 
     # --- channels
 

@@ -219,7 +219,9 @@ class Session:
 
     def _reconnect(self, old: ServerConnection) -> ServerConnection:
         if old.pid != os.getpid():
-            raise InvalidArgument("a forked process cannot use its parent's connection: connect")
+            raise InvalidArgument(
+                "a forked process cannot use its parent's connection: call connect() there"
+            )
         with self._lock:
             if self._closed:
                 raise Disconnected("this client is closed")
@@ -375,7 +377,7 @@ class Session:
             make = partial(Segment, pin=pin, huge_pages=huge_pages)
             return Region(self.memories, tensors, make)
         if pin or huge_pages:
-            raise InvalidArgument("only host memory is pinned, or of huge pages")
+            raise InvalidArgument("only host memory can be pinned or use huge pages")
         with self._lock:
             if self._cuda is None:
                 self._cuda = exporting()

@@ -161,7 +161,7 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         mode = path.stat().st_mode
         text = path.read_text()
     if mode & 0o022:
-        raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' may be written by others than its owner")
+        raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' is writable by users other than its owner")
     tokens: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -22,7 +22,7 @@ def in_background(
     def ended(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.error("work in the background failed", exc_info=task.exception())
+            logger.error("a background task failed", exc_info=task.exception())
 
     task.add_done_callback(ended)
     return task
@@ -34,7 +34,7 @@ async def end_all(*tasks: asyncio.Future[Any]) -> None:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
-            logger.error("work that was to end failed", exc_info=outcome)
+            logger.error("a cancelled task failed", exc_info=outcome)
 
 
 def settle(future: asyncio.Future[T] | None, result: T) -> None:

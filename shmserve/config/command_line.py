@@ -181,7 +181,7 @@ def parse_file(text: str, path: str) -> FlagValues:
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
             if name in lines:
-                raise InvalidArgument(f"it stands in line {lines[name]} already")
+                raise InvalidArgument(f"it is already set in line {lines[name]} already")
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
             for text in _texts(flag, value):

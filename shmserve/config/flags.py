@@ -153,7 +153,7 @@ _WITHOUT_EFFECT = {
     "models load side by side, in processes of their own": """
         model-load-thread-count buffer-manager-thread-count""",
     "load it again, or have --model-control-mode=poll do so": "model-load-retry-count",
-    "--gateways has so many processes share the port": """
+    "--gateways sets the number of processes that share the port": """
         http-thread-count reuse-http-port:bool reuse-grpc-port:bool""",
     "one process serves gRPC, and keeps nothing for later": """
         grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-infer-thread-count
@@ -161,17 +161,17 @@ _WITHOUT_EFFECT = {
     "there is no such listener": """
         allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
         allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
-    "GET /metrics says what is so when it is asked, of this server's processes": """
+    "GET /metrics returns the current values of this server's processes": """
         metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
     "backends are Python packages (pip install), and there are no agents": """
         backend-directory repoagent-directory""",
     "the cache is the server's own, --cache-config": "cache-directory",
-    "tensors lie in regions, --arena-byte-size and --workspace-byte-size": """
+    "memory is limited by --arena-byte-size and --workspace-byte-size": """
         pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size""",
-    "CUDA_VISIBLE_DEVICES says which devices there are": """
+    "CUDA_VISIBLE_DEVICES selects the devices": """
         min-supported-compute-capability enable-peer-access:bool model-load-gpu-limit""",
-    "taskset and numactl place the server's processes": "host-policy",
-    "names are those of all repositories": "model-namespacing:bool",
+    "taskset and numactl bind the server's processes": "host-policy",
+    "model names are unique across all repositories": "model-namespacing:bool",
 }
 # Triton's settings of --backend-config that no backend here reads.
 IDLE_BACKEND_SETTINGS = frozenset(
@@ -237,7 +237,7 @@ def _cache_size(text: str) -> int:
     if not (name and comma and key and equals):
         raise InvalidArgument(f"{_CACHE}: '{text}' is not CACHE,SETTING=VALUE (local,size=BYTES)")
     if name != "local":
-        raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (there is: local,size=BYTES)")
+        raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (allowed: local,size=BYTES)")
     if key != "size":
         raise InvalidArgument(
             f"{_CACHE}: unknown setting '{key}' of the local cache (allowed: size)"
@@ -266,10 +266,10 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
             raise InvalidArgument(f"{_WORKSPACE}: '{setting}' is not DEVICE=BYTES (cpu=1073741824)")
         if _WORKSPACE_DEVICE.fullmatch(device) is None:
             raise InvalidArgument(
-                f"{_WORKSPACE}: '{device}' is no device with a pool (there are: cpu, cuda:NUMBER)"
+                f"{_WORKSPACE}: '{device}' is not a device with a pool (allowed: cpu, cuda:NUMBER)"
             )
         if device in sizes:
-            raise InvalidArgument(f"{_WORKSPACE}: device '{device}' stands twice")
+            raise InvalidArgument(f"{_WORKSPACE}: device '{device}' is given twice")
         size = _WORKSPACE_SIZE.parse(value)
         assert isinstance(size, int)
         sizes[device] = size
@@ -401,7 +401,7 @@ def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise InvalidArgument(f"--{flag}: '{given}' is no regular expression: {error}") from None
+        raise InvalidArgument(f"--{flag}: '{given}' is not a regular expression: {error}") from None
     return pattern
 
 

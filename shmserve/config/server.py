@@ -388,7 +388,9 @@ def _class_settings(given: list[str], files: list[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in given]
     for text, (name, equals, _) in zip(given, pairs, strict=True):
         if not name or not equals or name == "class":
-            raise InvalidArgument(f"--set: '{text}' is not NAME=VALUE, with a name but 'class'")
+            raise InvalidArgument(
+                f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
+            )
     return {name: value for name, _, value in pairs}
 
 

@@ -15,7 +15,7 @@ _AUTO = zlib.MAX_WBITS | 32  # gzip or zlib, by the header
 _SMALLEST_MEMBER = 1024  # the usual size of a member that a program writes
 _FEW = 16
 _NO_USE = "failed to decompress the request body: it is mostly overhead"
-_WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class BodyTooLarge(InvalidArgument):
@@ -29,7 +29,7 @@ class UnsupportedEncoding(Unsupported):
 def check_encoding(name: str) -> bool:
     """Return whether a body with this Content-Encoding is compressed; raise UnsupportedEncoding."""
     lower = name.strip().lower()
-    if lower not in ("identity", *_WBITS):
+    if lower not in ("identity", *WBITS):
         raise UnsupportedEncoding("Unsupported compression type")
     return lower != "identity"
 
@@ -43,10 +43,9 @@ class Inflater:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken = 0
+        self._received = 0
         self._members = 1
         self._stream = zlib.decompressobj(_AUTO)
-        self._fed = False
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
@@ -56,16 +55,16 @@ class Inflater:
             InvalidArgument: The data is not compressed, or exceeds `limit` bytes.
         """
         more = bool(chunk)
-        self._taken += len(chunk)
-        if self._taken > self._limit + self._limit // 64 + _STEP:
+        self._received += len(chunk)
+        if self._received > self._limit + self._limit // 64 + _STEP:
             raise InvalidArgument(_NO_USE)
         while more:
-            self._fed = True
             if self._stream.eof:
                 self._members += 1
-                if self._members > self._taken // _SMALLEST_MEMBER + _FEW:
+                if self._members > self._received // _SMALLEST_MEMBER + _FEW:
                     raise InvalidArgument(_NO_USE)
-                self._stream = zlib.decompressobj(_AUTO)  # another member
+                # The next member of the compressed data begins.
+                self._stream = zlib.decompressobj(_AUTO)
             try:
                 piece = self._stream.decompress(chunk, _STEP)
             except zlib.error:
@@ -86,9 +85,10 @@ class Inflater:
     def finish(self) -> None:
         """Check at the end of the body that the compressed data is complete.
 
-        Raise InvalidArgument.
+        Raises:
+            InvalidArgument: The data is empty or incomplete.
         """
-        if not self._fed:
+        if not self._received:
             raise InvalidArgument("nothing to be decompressed")
         if not self._stream.eof:
             raise InvalidArgument("failed to decompress the request body: it is truncated")
@@ -96,7 +96,7 @@ class Inflater:
 
 def deflated(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:
     """Yield `pieces` compressed as "gzip" or "deflate"."""
-    stream = zlib.compressobj(wbits=_WBITS[encoding])
+    stream = zlib.compressobj(wbits=WBITS[encoding])
     for piece in pieces:
         for at in range(0, len(piece), _STEP):
             yield stream.compress(piece[at : at + _STEP])
@@ -119,6 +119,6 @@ def accepted_encoding(header: str) -> str:
                 weight = float(value) if key.strip() == "q" else 0.0
             except ValueError:
                 weight = 0.0
-        if name in ("identity", *_WBITS) and weight > best_weight:
+        if name in ("identity", *WBITS) and weight > best_weight:
             best, best_weight = name, weight
     return best

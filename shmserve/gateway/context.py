@@ -60,7 +60,7 @@ TimeLimit = tuple[int, str]  # microseconds from the arrival of a request (0: no
 UNLIMITED: TimeLimit = (0, "")
 
 
-async def loaded(gateway: Gateway, name: str, version: str, *limits_us: int) -> GatewayModel:
+async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: int) -> GatewayModel:
     """Return the model for a request, loaded on demand; version "" means the latest.
 
     The wait is limited by the shortest of `limits_us` and the server's limit (0: no limit).
@@ -73,9 +73,11 @@ async def loaded(gateway: Gateway, name: str, version: str, *limits_us: int) -> 
     limits = [limit for limit in (*limits_us, gateway.settings.request_timeout_us) if limit > 0]
     ends = time.monotonic() + min(limits, default=0) / 1e6
     # The versions are known once the model is loaded. It may be unloaded in the meantime.
-    asked = 0
-    while awaits_load(gateway, name, version) and (not asked or not gateway.models.versions(name)):
-        asked += 1
-        patience_s = max(1e-6, ends - time.monotonic()) if limits else 0.0
-        await gateway.supervisor.ask(WantModel, name, patience_s)
+    attempts = 0
+    while awaits_load(gateway, name, version):
+        if attempts and gateway.models.versions(name):
+            break
+        attempts += 1
+        limit_s = max(1e-6, ends - time.monotonic()) if limits else 0.0
+        await gateway.supervisor.ask(WantModel, name, limit_s)
     return gateway.models.resolve(name, version)

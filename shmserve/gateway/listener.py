@@ -100,8 +100,8 @@ class ClientIdentity:
     """
 
     __slots__ = (
-        *("_header", "_host", "_on_gone", "_peer", "_rules", "_scopes", "_sock"),
-        *("known", "listener"),
+        *("_header", "_host", "_disconnect_actions", "_peer", "_rules", "_scopes", "_sock"),
+        *("is_server_user", "listener"),
     )
 
     def __init__(self, listener: ListenerRules, sock: Any) -> None:
@@ -112,24 +112,24 @@ class ClientIdentity:
         self._rules: Authorisation | None = None  # the rules by which the header has these scopes
         self._scopes: frozenset[str] | None = None
         self._host: str | None = None
-        self._on_gone: list[Callable[[], None]] | None = []
+        self._disconnect_actions: list[Callable[[], None]] | None = []
         # The server's own user needs no token.
-        self.known = False
+        self.is_server_user = False
         if listener.kind is ListenerKind.UNIX:
             with contextlib.suppress(OSError):
                 self._peer = unix_peer(sock)
-                self.known = self._peer.uid in (os.geteuid(), 0)
+                self.is_server_user = self._peer.uid in (os.geteuid(), 0)
 
-    def when_gone(self, action: Callable[[], None]) -> None:
+    def call_on_disconnect(self, action: Callable[[], None]) -> None:
         """Call `action` when the connection has ended, or at once if it has."""
-        if self._on_gone is None:
+        if self._disconnect_actions is None:
             action()
         else:
-            self._on_gone.append(action)
+            self._disconnect_actions.append(action)
 
-    def gone(self) -> None:
+    def disconnected(self) -> None:
         """Call the actions for the end of the connection."""
-        actions, self._on_gone = self._on_gone or [], None
+        actions, self._disconnect_actions = self._disconnect_actions or [], None
         for action in actions:
             action()
 
@@ -138,7 +138,7 @@ class ClientIdentity:
         if (misdirected := self.refuse_host(headers)) is not None:
             return misdirected
         rules = self.listener.authorisation
-        if rules.asks_for_tokens and not self.known and scope not in OPEN:
+        if rules.asks_for_tokens and not self.is_server_user and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
             if header is None or header != self._header or rules is not self._rules:
                 self._scopes, self._header, self._rules = rules.scopes(header), header, rules
@@ -151,7 +151,7 @@ class ClientIdentity:
         listener = self.listener
         host = headers.get(_HOST)
         if listener.kind is ListenerKind.LOOPBACK and host != self._host:
-            if not _is_ours(host or "", listener.names):
+            if not _names_server(host or "", listener.names):
                 return MisdirectedHost(
                     "the Host header does not name this server (--allowed-host adds names)"
                 )
@@ -170,8 +170,8 @@ class ClientIdentity:
 
     def runs_the_server(self) -> bool:
         """Check whether the client is the server's own user or root, if the kernel reports it."""
-        if self.known or self.listener.kind is not ListenerKind.LOOPBACK:
-            return self.known
+        if self.is_server_user or self.listener.kind is not ListenerKind.LOOPBACK:
+            return self.is_server_user
         found = None
         with contextlib.suppress(OSError):
             found = self._find_user()
@@ -206,20 +206,20 @@ class ClientIdentity:
 
     def _find_user(self) -> Peer | None:
         """Return the user of a client on this host, or None if unknown; raise OSError."""
-        ours, theirs = self._sock.getsockname(), self._sock.getpeername()
-        return loopback_peer(_address(ours), _address(theirs))
+        local, remote = self._sock.getsockname(), self._sock.getpeername()
+        return loopback_peer(_address(local), _address(remote))
 
     def administrator(self) -> Peer:
         """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""
         peer = self.peer()
-        return Peer(EVERYONE) if self.known else peer
+        return Peer(EVERYONE) if self.is_server_user else peer
 
 
 def _address(name: tuple[Any, ...]) -> Address:
     return str(name[0]), int(name[1])
 
 
-def _is_ours(host: str, names: frozenset[str]) -> bool:
+def _names_server(host: str, names: frozenset[str]) -> bool:
     """Check whether a Host header is an address, localhost, or a name of this server.
 
     Other names could be made to resolve to this host by a foreign name server.
@@ -242,7 +242,7 @@ def _has_port(host: str) -> bool:
     return bool(colon) and tail.isdecimal() and (":" not in head or head.endswith("]"))
 
 
-_MOST_WARNINGS = 10  # about too many connections; further ones are debug messages
+_MOST_WARNINGS = 10  # warnings about too many connections; later ones are debug messages
 
 
 class LimitedConnection(asyncio.BaseProtocol, ABC):
@@ -252,7 +252,8 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
     def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
         """Configure the socket to send immediately and to detect vanished peers."""
-        self.transport = made = cast("asyncio.Transport", transport)  # not a subclass in uvloop
+        # uvloop's transports are not subclasses of asyncio's.
+        self.transport = made = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # already closed
@@ -279,8 +280,11 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     def shut_down(self, *, refuses: bool = False) -> None:
         """Notify the client, and close the connection once its requests are answered.
 
-        The connection reports to its acceptor (`settled`) when no further request can arrive. With
-        `refuses`, requests that cross the notification are refused, if the protocol has a way.
+        The connection calls `Acceptor.connection_drained` when no further request can arrive.
+
+        Args:
+            refuses: Whether requests that cross the notification are refused, if the protocol can
+                refuse them.
         """
 
     @abstractmethod
@@ -306,7 +310,7 @@ class Acceptor:
         self._most = most
         self._quota = share_of(most)
         self._connections: set[LimitedConnection] = set()
-        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
+        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by the owner of the quota
         self._warnings = 0
         self._draining: set[LimitedConnection] = set()  # connections that were asked to close
         self._on_drained: Callable[[], None] | None = None
@@ -328,11 +332,11 @@ class Acceptor:
         self._connections.add(connection)
         peer = self._peer_of(client, transport)
         if peer is not None:
-            its = self._by_peer.setdefault(peer, set())
-            its.add(connection)
-            client.when_gone(partial(self._remove_from_quota, peer, connection))
-            if len(its) > self._quota:
-                self._evict(connection, its, self._quota)
+            peer_connections = self._by_peer.setdefault(peer, set())
+            peer_connections.add(connection)
+            client.call_on_disconnect(partial(self._remove_from_quota, peer, connection))
+            if len(peer_connections) > self._quota:
+                self._evict(connection, peer_connections, self._quota)
         if len(self._connections) > self._most:
             self._evict(connection, self._connections, self._most)
         return client
@@ -340,7 +344,7 @@ class Acceptor:
     def connection_lost(self, connection: LimitedConnection) -> None:
         """Remove a connection that has ended."""
         self._connections.discard(connection)
-        self.settled(connection)
+        self.connection_drained(connection)
 
     def drain(self, on_drained: Callable[[], None], *, refuses: bool = False) -> None:
         """Ask clients to disconnect, and call `on_drained` when they are settled.
@@ -357,7 +361,7 @@ class Acceptor:
         self._on_drained = on_drained
         self._check_drained()
 
-    def settled(self, connection: LimitedConnection) -> None:
+    def connection_drained(self, connection: LimitedConnection) -> None:
         """Record that a drained client is notified and its requests are answered."""
         self._draining.discard(connection)
         self._check_drained()
@@ -379,9 +383,9 @@ class Acceptor:
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
     def _remove_from_quota(self, peer: object, connection: LimitedConnection) -> None:
-        its = self._by_peer[peer]
-        its.discard(connection)
-        if not its:
+        peer_connections = self._by_peer[peer]
+        peer_connections.discard(connection)
+        if not peer_connections:
             del self._by_peer[peer]
 
     def _evict(
@@ -393,17 +397,17 @@ class Acceptor:
         if len(candidates) < most or not newcomer.open:
             return  # the remaining connections are closing
         # Several at a time, to amortise the cost in a flood of connections.
-        ended = _longest(candidates, attrgetter("idle_since"), max(1, most // 64))
-        ended = ended or _longest(candidates, attrgetter("sending_since"), 1)
+        evicted = _longest(candidates, attrgetter("idle_since"), max(1, most // 64))
+        evicted = evicted or _longest(candidates, attrgetter("sending_since"), 1)
         logger.log(
             logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",
             most,
             "" if most == self._most else " of one peer",
-            f"{len(ended)} that were idle were ended" if ended else "one was refused",
+            f"{len(evicted)} that were idle were ended" if evicted else "one was refused",
         )
         self._warnings += 1
-        for connection in ended or [newcomer]:
+        for connection in evicted or [newcomer]:
             connection.abort()
 
 
@@ -412,5 +416,5 @@ def _longest(
     since: Callable[[LimitedConnection], float | None],
     count: int,
 ) -> list[LimitedConnection]:
-    found = [(began, connection) for connection in connections if (began := since(connection))]
+    found = [(at, connection) for connection in connections if (at := since(connection))]
     return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]

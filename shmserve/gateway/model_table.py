@@ -18,15 +18,23 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
 _MOST_PREPARED = 256
+_NO_VERSION = (
+    "failed to get model version from specified version string '{text}' (details: stol), version "
+    "should be an integral value > 0"
+)
 _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class GatewayModel:
-    """One version of a model, with its cache of prepared requests.
+    """One version of a model, with its cache of request templates.
 
-    `published`: it was neither withdrawn nor replaced. `ready` is for health: a model that is
-    starting again still takes requests, which wait. `tags` are further labels of its nv_* metrics,
-    `labels` the texts for the indices of each output that has any.
+    Attributes:
+        published: Whether the version was neither withdrawn nor replaced.
+        ready: The readiness for health requests. A version that restarts accepts requests, too.
+        tags: Additional labels of the version's nv_* metrics.
+        labels: The classification labels of each output, by index.
+        prepared: The templates of HTTP requests by fingerprint.
+        steps: The models of an ensemble's steps.
     """
 
     def __init__(self, published: ModelPublished) -> None:
@@ -40,13 +48,14 @@ class GatewayModel:
         self.ready = published.ready
         self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
-        self.endpoint = published.endpoint  # of its scheduler
+        self.endpoint = published.endpoint  # the endpoint of the model's scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.stateful = published.config.sequence_batching is not None
         ensemble = published.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
-        self.prefix = f"in ensemble '{self.name}', " if ensemble else ""  # of errors
+        # The prefix of error messages.
+        self.prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # A key that is no label would make all of the metrics unreadable.
         self.tags = {
             "_" + _NO_LABEL.sub("_", key): value
@@ -56,7 +65,8 @@ class GatewayModel:
         self.backend = published.config.backend
         # The settings of an engine that generates text.
         engine = EngineSettings()
-        with suppress(ValueError, InvalidArgument):  # other models may have such a parameter
+        # Other backends may have a parameter of this name.
+        with suppress(ValueError, InvalidArgument):
             engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
         self.max_model_len = engine.max_model_len or None
         self.aliases = list(engine.aliases)
@@ -64,18 +74,21 @@ class GatewayModel:
         if vllm:
             longest = published.config.parameters.get("max_model_len", "")
             self.max_model_len = int(longest) if longest.isdecimal() else None
-        self.converts = vllm or published.config.backend == GENERATIVE  # by the parameter `task`
-        # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
+        # Converts text by the parameter `task`.
+        self.converts = vllm or published.config.backend == GENERATIVE
+        # Texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.reasons = vllm or engine.reasoning_parser not in ("", "none")
 
 
-_MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
+_MOST_WITHDRAWN = 4096  # names of withdrawn models, which errors mention
 
 
 class ModelTable:
-    """name -> version -> `GatewayModel`; and the names of those on demand, loaded or not.
+    """The models by name and version.
 
-    `revision` changes with what any name and version mean.
+    Attributes:
+        on_demand: The names of models that are loaded on demand, loaded or not.
+        revision: A number that changes when a version is published or withdrawn.
     """
 
     def __init__(self, schedulers: GatewaySchedulers) -> None:
@@ -135,7 +148,7 @@ class ModelTable:
         latest = sorted(self._latest.items(), reverse=True)
         self._aliases = {alias: name for name, model in latest for alias in model.aliases}
 
-    def own_name(self, name: str) -> str:
+    def resolve_alias(self, name: str) -> str:
         """Return the name of the model that has an alias; other names are returned as they are.
 
         A model's own name precedes the aliases of other models.
@@ -153,15 +166,14 @@ class ModelTable:
             NotFound: The model or version is unknown.
             Unavailable: The model is not available at present.
         """
-        model = self.find(name, version) if version else self._latest.get(name)
-        return model if model is not None else self._absent(name, version)
+        return self.find(name, version) or self._absent(name, version)
 
     def find(self, name: str, version: str) -> GatewayModel | None:
         """Return the model like `resolve`, or None."""
         if not version:
             return self._latest.get(name)
         versions = self._models.get(name, {})
-        return versions.get(version) or versions.get(whole_version(version))
+        return versions.get(version) or versions.get(canonical_version(version))
 
     def current(self, model: GatewayModel) -> GatewayModel:
         """Return the version that serves now in place of `model`, which a request refers to.
@@ -185,7 +197,7 @@ class ModelTable:
 
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"
-        version = whole_version(version) if version else ""
+        version = canonical_version(version) if version else ""
         was = self._withdrawn.get(name, ())
         if version and version in was:
             raise Unavailable(f"{unknown} version {version} is not at ready state")
@@ -200,7 +212,7 @@ class ModelTable:
         return sorted(self._models.get(name, ()), key=int)
 
     def all(self) -> list[GatewayModel]:
-        """Every version of every model, in order."""
+        """Return every version of every model, sorted by name and version."""
         return [
             self._models[name][version]
             for name in sorted(self._models)
@@ -209,9 +221,10 @@ class ModelTable:
 
 
 def checked_version(text: str) -> str:
-    """Return a version in a message, "" for the latest.
+    """Return the version in a request message, or "" for the latest.
 
-    Raise InvalidArgument with Triton's text.
+    Raises:
+        InvalidArgument: The text is not a version. The message is that of Triton.
     """
     if not text or (text.isascii() and text.isdecimal()):
         return text
@@ -219,27 +232,22 @@ def checked_version(text: str) -> str:
         raise InvalidArgument(
             f"invalid model version specified '{text}' , version should be an integral value > 0"
         )
-    raise InvalidArgument(
-        f"failed to get model version from specified version string '{text}' (details: stol), "
-        "version should be an integral value > 0"
-    )
+    raise InvalidArgument(_NO_VERSION.format(text=text))
 
 
-def whole_version(text: str) -> str:
-    """Return a version of a URL in canonical form: "01" is 1.
+def canonical_version(text: str) -> str:
+    """Return a version in canonical form: "01" becomes "1".
 
-    Raise InvalidArgument beyond 63 bits.
+    Raises:
+        InvalidArgument: The version exceeds 63 bits.
     """
     if len(text) > 19 or int(text) > LARGEST:
-        raise InvalidArgument(
-            f"failed to get model version from specified version string '{text}' (details: stol), "
-            "version should be an integral value > 0"
-        )
+        raise InvalidArgument(_NO_VERSION.format(text=text))
     return str(int(text))
 
 
 def describe(model: GatewayModel, versions: list[str]) -> dict[str, Any]:
-    """GET /v2/models/NAME: the metadata, with the versions that this request is to see."""
+    """Return the metadata of a model with these versions, as for GET /v2/models/NAME."""
     metadata = model.metadata
     return {
         "name": model.name,

@@ -56,8 +56,8 @@ class Exporter:
         self._processor: Any = BatchSpanProcessor(exporter, **numbers)
 
     def export(self, trace: RequestTrace) -> None:
-        """Send a request that has ended, soon."""
-        # All times are of one clock, which OpenTelemetry's are not.
+        """Queue the spans of a finished request for export."""
+        # All times are monotonic, whereas OpenTelemetry has the time since the epoch.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for span in self._spans(trace, epoch_ns):
             self._processor.on_end(span)
@@ -85,7 +85,7 @@ class Exporter:
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            if span.span_id == trace.scheduler.span_id:  # the gateway has it from then on
+            if span.span_id == trace.scheduler.span_id:  # The request arrived at the gateway.
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             about = _attributes(span.model, span.version, span.request_id)
@@ -139,6 +139,6 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 
 
 def _attributes(model: str, version: str, request_id: str) -> dict[str, Any]:
-    """By Triton's names."""
+    """Return the attributes of a span, with Triton's names."""
     about = {"triton.model_name": model, "triton.model_version": int(version)}
     return about | ({"triton.request_id": request_id} if request_id else {})

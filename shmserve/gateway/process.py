@@ -62,11 +62,11 @@ class Frontend(ABC):
     """The protocol server of a gateway: its listeners and connections.
 
     Attributes:
-        keeps_busy: Whether, without a successor, requests are refused although connections have
-            calls in flight.
+        refuses_while_busy: Whether a drain without a successor refuses requests on connections
+            that have calls in flight.
     """
 
-    keeps_busy: ClassVar[bool] = False
+    refuses_while_busy: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
@@ -103,17 +103,19 @@ class Frontend(ABC):
         """Accept no more connections, and notify the clients that the server drains.
 
         Args:
-            on_notified: The callback for the time when no request can arrive, except in streams
-                and on connections that stay open.
+            on_notified: Called once no further request can arrive, except in streams and on
+                connections that stay open.
             followed: Whether a successor accepts connections.
         """
         self._refuse_connections()
+        refuses = self.refuses_while_busy and not followed
         listeners = ActiveCount()
 
         def disconnect() -> None:
-            listeners.active = len(self._acceptors)  # Counted late: listeners may just be opening.
+            # Counted now, since listeners may have been opened in the meantime.
+            listeners.active = len(self._acceptors)
             for acceptor in self._acceptors:
-                acceptor.drain(listeners.decrement, refuses=self.keeps_busy and not followed)
+                acceptor.drain(listeners.decrement, refuses=refuses)
             listeners.when_idle(on_notified)
 
         # Connections that were accepted already are created in this turn of the loop.

@@ -22,7 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayRegion:
-    """One generation of a name. `requests` is its reference count: those in flight that use it."""
+    """One generation of a region: its name may be registered again with other memory.
+
+    Attributes:
+        requests: The number of requests in flight that use the region.
+        spans: The ranges that requests in flight write to, shared by all regions of one object.
+    """
 
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
@@ -41,12 +46,13 @@ class GatewayRegion:
         """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
-    def memory_range(self, wanted: RegionRange) -> Range:
+    def memory_range(self, requested: RegionRange) -> Range:
         """Return a range of this region as a memory range.
 
-        Raise InvalidArgument if it lies outside.
+        Raises:
+            InvalidArgument: The range does not lie within the region.
         """
-        offset, size = wanted.offset, wanted.byte_size
+        offset, size = requested.offset, requested.byte_size
         if offset >= self.byte_size:
             raise InvalidArgument(
                 f"Invalid offset for shared memory region: '{self.name}' (offset {offset}; the "
@@ -84,28 +90,28 @@ class Spans:
     suffices.
     """
 
-    __slots__ = ("regions", "taken", "warned")
+    __slots__ = ("ranges", "regions", "warned")
 
     def __init__(self) -> None:
         self.regions = 0
-        self.taken: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int]] = []
         self.warned = False
 
     def add(self, span: tuple[int, int]) -> bool:
-        """Take a range; False, and nothing taken, when a part of it is."""
-        taken = self.taken
-        at = bisect_left(taken, span)
-        for start, _ in taken[at : at + 1]:
+        """Add a range; return False, and add nothing, if it overlaps another range."""
+        ranges = self.ranges
+        at = bisect_left(ranges, span)
+        for start, _ in ranges[at : at + 1]:
             if start < span[1]:
                 return False
-        if at and taken[at - 1][1] > span[0]:
+        if at and ranges[at - 1][1] > span[0]:
             return False
-        taken.insert(at, span)
+        ranges.insert(at, span)
         return True
 
     def remove(self, span: tuple[int, int]) -> None:
-        """Give back a range that was taken."""
-        del self.taken[bisect_left(self.taken, span)]
+        """Remove a range that was added."""
+        del self.ranges[bisect_left(self.ranges, span)]
 
 
 # An output of a request: its region, and the range in the object of the region.
@@ -113,20 +119,26 @@ Write = tuple[GatewayRegion, tuple[int, int]]
 
 
 class Uses:
-    """One request's references to regions and the ranges that it writes; released together."""
+    """The references of one request to regions, and the ranges that it writes to."""
 
     __slots__ = ("_spans", "_table", "_writes", "regions")
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[Write] = []  # all outputs
-        self._writes: list[Write] = []  # the outputs that overlap no other output
+        self._spans: list[Write] = []  # the ranges of all outputs
+        self._writes: list[Write] = []  # the ranges that overlap no other range
 
-    def take(self, wanted: RegionRange, *, write: bool = False) -> Range:
-        """Use a range; raises NotFound or InvalidArgument."""
-        region = self._table.find(wanted.region)
-        memory_range = region.memory_range(wanted)
+    def take(self, requested: RegionRange, *, write: bool = False) -> Range:
+        """Refer to a range of a region; with `write`, also reserve it for an output.
+
+        Raises:
+            NotFound: The region is not registered.
+            InvalidArgument: The range does not lie within the region.
+            AlreadyExists: An output overlaps an output in flight and may not.
+        """
+        region = self._table.find(requested.region)
+        memory_range = region.memory_range(requested)
         if region not in self.regions:
             self.regions.append(region)
             region.requests += 1
@@ -175,7 +187,7 @@ class Uses:
         return uses
 
     def _overlaps(self, region: GatewayRegion) -> None:
-        # Two requests that write to the same bytes: both succeed, and one finds the other's result.
+        # Both requests succeed, but one of the clients reads the result of the other request.
         if self._table.overlap == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "
@@ -217,26 +229,27 @@ class Pattern(NamedTuple):
 
 
 class RegionTable:
-    """The regions by name, and by id until nothing refers to them.
+    """The regions by name, and by id until no request refers to them.
 
-    `report` sends the supervisor the changes in the use of retired and withdrawn generations.
-    `overlap` is the policy for outputs of two requests in one place: "error", "warn" or "ignore".
+    Args:
+        report: Sends the supervisor changes in the use of retired and withdrawn regions.
+        overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
     """
 
     def __init__(
         self, report: Callable[[RegionInUse | RegionReleased], None], overlap: str = "warn"
     ) -> None:
         self._report = report
-        self.version = 0  # changes with the meaning of any name
+        self.version = 0  # changes when a name is added or removed
         self.overlap = overlap
-        self._spans: dict[int | bytes, Spans] = {}  # by the object
+        self._spans: dict[int | bytes, Spans] = {}  # by the shared memory object
         self._by_name: dict[str, GatewayRegion] = {}
-        # Listed only: their names are free, and requests use them still; or local clients' memory.
+        # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining: dict[int, GatewayRegion] = {}
         self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """Register a region under its name, or list one that only requests in flight use."""
+        """Register a region under its name, or list a region that only requests in flight use."""
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:
@@ -250,7 +263,7 @@ class RegionTable:
             self.version += 1
 
     def retire(self, memory_id: int) -> None:
-        """Report the use of a region from now on; its name is removed once no gateway uses it."""
+        """Report the use of an unregistered region, which is withdrawn once no gateway uses it."""
         region = self._by_id.get(memory_id)
         if region is not None:
             region.retired = True
@@ -276,7 +289,7 @@ class RegionTable:
             self.released(region)
 
     def drained(self, memory_id: int) -> None:
-        """No request refers to a withdrawn generation any more, here or in another gateway."""
+        """Remove a withdrawn region that no request of any gateway refers to."""
         self._draining.pop(memory_id, None)
 
     def released(self, region: GatewayRegion) -> None:
@@ -291,7 +304,11 @@ class RegionTable:
         self._report(RegionReleased(region.memory.id))
 
     def find(self, name: str) -> GatewayRegion:
-        """Return the region of a name for a request; raise NotFound."""
+        """Return the region with a name.
+
+        Raises:
+            NotFound: No region has this name.
+        """
         region = self._by_name.get(name)
         if region is None:
             raise NotFound(
@@ -302,41 +319,45 @@ class RegionTable:
         return region
 
     def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
-        """Return the regions of a kind that `peer` may see: that of a name, or all for "".
+        """Return the regions of a kind that `peer` may see: all, or the one with a `name`.
 
         Raises:
             NotFound: The name is unknown or of the other kind; the message is Triton's.
         """
         listed = self._listed()
         if not name:
-            every = [listed[each] for each in sorted(listed)]
-            return [r for r in every if r.admits(peer) and (r.memory.cuda is not None) == cuda]
-        kind, other = ("CUDA", "system") if cuda else ("system", "CUDA")
+            regions = [listed[each] for each in sorted(listed)]
+            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
+        kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
         region = listed.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
         if (region.memory.cuda is not None) != cuda:
             raise NotFound(
-                f"The region named '{name}' is registered as {other} shared memory, "
+                f"The region named '{name}' is registered as {other_kind} shared memory, "
                 f"not {kind} shared memory"
             )
         return [region]
 
     def _listed(self) -> dict[str, GatewayRegion]:
-        """By name, those that may be used, and those that only requests in flight use."""
+        """Return the regions by name, including those that only requests in flight use."""
         return {**{region.name: region for region in self._draining.values()}, **self._by_name}
 
     def all(self) -> Iterable[GatewayRegion]:
-        """Every region that has a name, by name."""
+        """Return the regions that have a name, sorted by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def listed_only(self) -> Iterable[GatewayRegion]:
-        """Every one that no request can name."""
+        """Return the regions that no request can name: withdrawn ones and local clients' memory."""
         return self._draining.values()
 
 
 def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
-    """Raise NotFound unless all these regions are this user's to use."""
+    """Check that a user may use regions.
+
+    Raises:
+        NotFound: A region belongs to another user.
+    """
     for region in regions:
         if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(

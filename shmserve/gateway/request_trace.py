@@ -12,7 +12,7 @@ from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
 
-_ID_DIGITS = 13  # of 16, since not every JSON parser has integers of 64 bits
+_ID_DIGITS = 13  # 13 of 16 digits, since not every JSON parser has integers of 64 bits
 _OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _EXECUTED = (
     ("COMPUTE_START", "compute_start_ns"),
@@ -90,7 +90,7 @@ class RequestTrace:
 
     def on_disconnect(self) -> None:
         """Record that the client has disconnected, unless the request has ended."""
-        self.finish("its client has gone")
+        self.finish("the client has disconnected")
 
 
 def entries_of(
@@ -100,8 +100,8 @@ def entries_of(
 
     The first and last timestamps have the names of the `protocol`; a local request has none ("").
     """
-    made = _timestamps(trace, protocol) if TIMESTAMPS in level else []
-    return [*made, *_tensors(trace)] if TENSORS in level else made
+    entries = _timestamps(trace, protocol) if TIMESTAMPS in level else []
+    return [*entries, *_tensors(trace)] if TENSORS in level else entries
 
 
 def _tensors(trace: RequestTrace) -> Iterator[dict[str, Any]]:
@@ -125,17 +125,17 @@ def _timestamps(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
         own = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
         ends = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
     root = trace.scheduler.span_id
-    made: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for span in trace.spans:
         stamps = _stamps(span)
         if span.span_id == root:
             stamps = [*own, ("REQUEST_START", trace.submitted_ns), *stamps[1:], *ends]
         parent = "" if span.span_id == root else span.parent_id
-        made += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
-    if not made:  # The request has failed.
+        entries += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
+    if not entries:  # The request has failed.
         stamps = [*own, ("REQUEST_START", trace.submitted_ns), ("REQUEST_END", responded_ns), *ends]
-        made = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
-    return made
+        entries = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
+    return entries
 
 
 def _stamps(span: Span) -> list[tuple[str, int]]:

@@ -48,7 +48,7 @@ class Tls:
             ) from None
         if not _can_shake_hands(context):
             raise InvalidArgument(
-                f"{pair} are of a kind that clients do not take (RSA, P-256 and P-384 are taken)"
+                f"{pair} have a type of key that clients reject (allowed: RSA, P-256, P-384)"
             )
         if self.root_cert is not None:
             check_file("grpc-root-cert", self.root_cert)

@@ -48,7 +48,7 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
             return
         file.seek(-1, os.SEEK_END)
         if file.read() != b"]":
-            raise ValueError("it is no array of traces")
+            raise ValueError("it is not an array of traces")
         file.seek(-1, os.SEEK_END)
         file.write(b"," + text + b"]")
 
@@ -83,7 +83,7 @@ class Tracer:
         self._protocol = protocol
         self._samplers = Samplers()
         self._writing: asyncio.TimerHandle | None = None
-        self._exporter: Any = None  # otel.Exporter, if settings ask for it
+        self._exporter: Any = None  # an otel.Exporter if the settings enable OpenTelemetry
         self.active = self._slow_ns > 0
 
     def use(self, settings: dict[str, dict[str, Any]]) -> None:

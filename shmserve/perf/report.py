@@ -94,11 +94,11 @@ def notes(point: Point) -> list[str]:
     if point.interrupted:
         found.append(f"interrupted after {point.seconds:.1f} s of measurement")
     elif not point.settled:
-        found.append("the last windows do not agree: measure longer, or with less beside it")
+        found.append("the last windows differ: measure longer, or on a quieter machine")
     if point.errors:
         found.append(f"{point.errors} requests failed; mostly: {point.error}")
     if point.client_busy > _BUSY:
-        found.append("the client itself was busy all the time: the server may do more")
+        found.append("the load generator was CPU-bound: the server may be faster than measured")
     missing = point.value * point.seconds - point.requests - point.errors
     # Random arrivals cannot explain more, since the standard deviation is the root of their number.
     if point.kind == "rate" and missing > 3 * math.sqrt(point.value * point.seconds):

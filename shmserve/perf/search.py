@@ -305,7 +305,7 @@ def recommendation(config: Config, trials: Sequence[Trial], best: Trial, target_
     lines = [
         f"# {config['name']}, p99 within {target_ms:g} ms: {best.per_second:,.1f} requests/s, p99 "
         f"{best.p99_ms:.2f} ms, with {best.candidate.in_flight} in flight",
-        f"# as it was: {before.per_second:,.1f} requests/s, p99 {before.p99_ms:.2f} ms, with "
+        f"# before: {before.per_second:,.1f} requests/s, p99 {before.p99_ms:.2f} ms, with "
         f"{before.candidate.in_flight} in flight",
         *(f"# {line}" for line in table(trials, target_ms).splitlines()),
         *_fields(configured(config, best.candidate, target_ms), best.candidate),

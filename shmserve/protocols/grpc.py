@@ -454,7 +454,7 @@ class Http2Client:
 
     def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if flags & h2.PADDED and kind in (h2.DATA, h2.HEADERS):
-            raise Unavailable("the server pads its frames, which is not understood here")
+            raise Unavailable("the server sent padded frames, which are not supported")
         match kind:
             case h2.DATA:
                 self._data(stream, payload)

@@ -240,5 +240,6 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
     elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
         return array.astype(NUMPY[tensor.datatype])
     raise InvalidArgument(
-        f"input '{tensor.name}' is {tensor.datatype}: an array of {array.dtype} is not"
+        f"input '{tensor.name}': expected {tensor.datatype}, got an array of {array.dtype}, whose "
+        "values may not fit"
     )

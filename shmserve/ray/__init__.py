@@ -54,7 +54,7 @@ def application(args: Mapping[str, Any], **options: Any) -> serve.Application:
         server.check(args)
     elif len(args) > 1:
         others = ", ".join(sorted(args.keys() - {"server"}))
-        raise InvalidArgument(f"server: a server that is there has its own flags; found {others}")
+        raise InvalidArgument(f"server: flags cannot be set for a running server; found {others}")
     try:
         from ray import serve
     except ImportError as error:

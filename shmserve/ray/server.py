@@ -160,7 +160,7 @@ class Node:
                 request.method, path, passed_on(request.headers.items()), request.body
             )
         except aiohttp.ClientConnectionError:
-            return JSONResponse({"error": "the server of this node has ended"}, 503)
+            return JSONResponse({"error": "the server of this node has exited"}, 503)
         headers = dict(passed_on(response.headers.items()))
         return StreamingResponse(_parts(response), response.status, headers)
 

@@ -128,7 +128,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if crowded and self._pool.free and queue.full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
-        known, schema = self._fits.known, submit.schema
+        known, schema = self._fits.entries, submit.schema
         fit = known[schema] if schema in known else self._learn(submit)
         sequence_key = dispatch.identify(client, submit, fit) if dispatch.follows else None
         request = queue.enqueue(client, submit, fit, now_ns)
@@ -177,7 +177,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
-        known, schema = self._fits.known, submit.schema
+        known, schema = self._fits.entries, submit.schema
         fit = known[schema] if schema in known else self._learn(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup

@@ -198,7 +198,7 @@ class OverloadLog:
         self.due_ns = NEVER
         if self._refused:
             logger.warning(
-                "model '%s' is overloaded: its queue is full, and refused %d more requests",
+                "model '%s' is overloaded: its queue is full, and %d more requests were rejected",
                 self._model,
                 self._refused,
             )

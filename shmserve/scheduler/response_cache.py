@@ -142,8 +142,8 @@ class ResponseCache:
         self._too_large += 1
         if self._too_large & (self._too_large - 1) == 0:  # the 1st, 2nd, 4th, ...: not each
             logger.warning(
-                "Failed to insert key %s: a response of model '%s' takes %d bytes, its part of the "
-                "response cache is %d (so far %d were too large)",
+                "Failed to insert key %s: a response of model '%s' takes %d bytes, its share of "
+                "the response cache is %d (so far %d were too large)",
                 *(key.hex()[:16], self._model, byte_size, self._entries.bound, self._too_large),
             )
 

@@ -77,7 +77,7 @@ class Histogram:
     def restore(self, report: dict[str, Any]) -> None:
         """Continue from a report; raise ValueError if its buckets differ."""
         if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
-            raise ValueError("these are other buckets")
+            raise ValueError("the buckets differ")
         self._counts = list(map(int, report["counts"]))
         self._sum = round(report["sum"] * self._scale)
 

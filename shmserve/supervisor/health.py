@@ -130,8 +130,8 @@ class Watchdog:
                     await self._control.until_acknowledged(number)
             except TimeoutError:
                 logger.error(
-                    "no sign of life for the service manager, which ends this server %g s after "
-                    "the last one: no answer from %s",
+                    "no watchdog notification to the service manager, which ends this server %g "
+                    "s after the last one: no response from %s",
                     limit_s,
                     ", ".join(self._missing(number)),
                 )

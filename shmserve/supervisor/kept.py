@@ -97,7 +97,7 @@ class KeptProcesses(ABC):
             kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
             kept.contact.exception()  # avoids asyncio's warning if nothing waits
         else:
-            logger.error("%s ended (%s); starting it again", child.title, child.reason)
+            logger.error("%s ended (%s); restarting it", child.title, child.reason)
             self._context.background(self._restart(kept))
 
     async def _restart(self, kept: KeptProcess) -> None:

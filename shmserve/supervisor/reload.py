@@ -197,7 +197,9 @@ class Reload:
             if name in applied:
                 logger.info("--%s has changed: %s", name, found)
             else:
-                logger.warning("--%s has changed, for which a restart is needed: %s", name, found)
+                logger.warning(
+                    "--%s has changed, and takes effect after a restart: %s", name, found
+                )
         if not changed:
             logger.info("no flag has changed")
         context.config = replace(

@@ -187,7 +187,8 @@ class Supervisor:
                 logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
             logger.error(
-                "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
+                "a model could not be loaded; the server exits (--exit-on-error=false keeps it "
+                "running)"
             )
             return 1
         await self.handover.take_over()
@@ -306,7 +307,7 @@ class Supervisor:
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()
-        logger.info("the server has ended")
+        logger.info("the server has stopped")
 
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s

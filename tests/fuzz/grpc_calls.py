@@ -142,7 +142,7 @@ class _Client:
         elif scene.begun:
             call: Any = scene.begun[self.number() % len(scene.begun)]
             if kind == 22:
-                (call.late, call._expired)[self.number() % 2]()
+                (call.on_timeout, call._expired)[self.number() % 2]()
             elif isinstance(call, StreamingCall) and self.number() > 0xC0:
                 call.fail(StatusCode.UNAVAILABLE, "no")
             else:

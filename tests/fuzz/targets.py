@@ -24,8 +24,8 @@ from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
-    remember,
     repeat,
+    store_template,
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
@@ -175,7 +175,7 @@ def _same_with_other_numbers(body: bytes) -> None:
     given = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
     if not worth_preparing(cache, given) and worth_preparing(cache, given):
-        remember(cache, given, wire, _Inline())  # type: ignore[arg-type]
+        store_template(cache, given, wire, _Inline())  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
     found: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
     if found is not None:
@@ -286,7 +286,7 @@ def _spans(given: _Bytes) -> None:
         assert spans.add(span) == free
         if free:
             taken.append(span)
-    assert sorted(taken) == spans.taken
+    assert sorted(taken) == spans.ranges
 
 
 # --- messages between processes, which the native client speaks too

@@ -105,11 +105,11 @@ class Scene:
         self.disconnects = 0
         self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-        client = SimpleNamespace(gone=lambda: None, listener=rules)
+        client = SimpleNamespace(disconnected=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
             connection_made=lambda _: client,
             connection_lost=self._on_disconnect,
-            settled=lambda _: None,
+            connection_drained=lambda _: None,
         )
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()

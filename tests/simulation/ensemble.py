@@ -47,7 +47,7 @@ class StepLinks:
         """As `Links` says."""
         if not self._neighbours.has(endpoint):
             if endpoint not in self._hosts:
-                raise Unavailable("no link to a scheduler can be made")
+                raise Unavailable("cannot connect to a scheduler")
             self._link(endpoint)
 
     def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:

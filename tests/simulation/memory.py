@@ -34,7 +34,7 @@ class SimulatedMemory:
         arena = self._arenas[memory_range.memory.id]
         data = arena.blocks.get(memory_range.offset)
         if data is None and not arena.owner.alive:
-            raise Unavailable("the memory of a tensor is gone")
+            raise Unavailable("the memory of a tensor has been released")
         if data is None or len(data) < memory_range.byte_size:
             raise Violation(f"{who} reads freed memory of {arena.owner} at {memory_range.offset}")
         return bytes(data[: memory_range.byte_size])

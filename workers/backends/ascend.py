@@ -362,18 +362,18 @@ def _check(
     Raises:
         InvalidArgument: The configuration promises what the file cannot do.
     """
-    known = {tensor.name: tensor for tensor in tensors}
+    in_file = {tensor.name: tensor for tensor in tensors}
     most, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    if side == "input" and set(known) != set(specs):
+    if side == "input" and set(in_file) != set(specs):
         raise InvalidArgument(
             f"the inputs {subject} are {sorted(specs)} in the configuration, the file's are "
-            f"{sorted(known)}"
+            f"{sorted(in_file)}"
         )
     for spec in specs.values():
-        tensor = known.get(spec.name)
+        tensor = in_file.get(spec.name)
         if tensor is None:
             raise InvalidArgument(
-                f"{side} '{spec.name}' {subject} is not in the file, which has {sorted(known)}"
+                f"{side} '{spec.name}' {subject} is not in the file, which has {sorted(in_file)}"
             )
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(

@@ -142,8 +142,8 @@ class Executor:
             for request, response in zip(requests, responses, strict=True):
                 if response.error is None and not response.rescheduled:
                     self._writer.scatterer.write(request, response)
-            self._writer.scatterer.settle()
-        except BaseException as error:  # SystemExit too: it is the model's, not ours
+            self._writer.scatterer.finish_writes()
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             return [self._explain(error, requests[0])]
         finally:
             self._context.output_memory.undelivered()
@@ -200,11 +200,11 @@ class Executor:
         self._link.close(opened)
         return Reply(opened.key, error.code, error.message)
 
-    def _call(self, execute: Callable[[list[T]], R], asked: list[T]) -> R:
+    def _call(self, execute: Callable[[list[T]], R], items: list[T]) -> R:
         """Call the backend, and record the times that it does not record."""
         before_ns = time.monotonic_ns()
         try:
-            result = execute(asked)
+            result = execute(items)
         finally:
             if os.getpid() != self._pid:
                 os._exit(1)  # the model has forked, and this is the child process
@@ -219,12 +219,12 @@ class Executor:
         # No second execution: the model may have begun to respond.
         try:
             self._call(self._backend.execute_decoupled, streams)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             explained = streams[0].explain(error)
             replies = [stream.refuse(explained) for stream in streams]
             return [reply for reply in replies if reply is not None]
-        again = [stream.request.work.key for stream in streams if stream.rescheduled]
-        return [Reply(key, RESCHEDULED, "") for key in again]
+        rescheduled = [stream.request.work.key for stream in streams if stream.rescheduled]
+        return [Reply(key, RESCHEDULED, "") for key in rescheduled]
 
     # --- one response for each request
 
@@ -239,37 +239,37 @@ class Executor:
             pairs = zip(opened, requests, strict=True)
             return self._run_streams([ResponseStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
-        again: list[WorkerRequest] = []
+        failed: list[WorkerRequest] = []
         too_large = False
         try:
             responses = self._execute(requests)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             too_large = len(requests) > 1 and out_of_memory(error)
             if too_large:
                 logger.warning("%d requests are too many for the memory (%r)", len(requests), error)
             elif len(requests) > 1:
                 logger.warning("a batch failed (%r); its requests are executed one by one", error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):
-                # In no variable: with its traceback the error would keep the model's inputs.
+                # Not assigned to a variable: the error's traceback keeps the inputs alive.
                 return [self._failed(opened[0], self._explain(error, requests[0]))]
-            again = opened
+            failed = opened
         else:
             with self._link.lock:
                 self._link.pump()
                 for each, request, response in zip(opened, requests, responses, strict=True):
                     reply = self._scatter(each, request, response)
                     if reply is None:
-                        again.append(each)
+                        failed.append(each)
                     else:
                         replies.append(reply)
-                self._writer.scatterer.settle()
-        if again:
+                self._writer.scatterer.finish_writes()
+        if failed:
             self._link.pump()
             if too_large:
-                free_cached()  # only now: until here the error had the tensors
-            at_once = (len(again) + 1) // 2 if too_large else 1
-            for first in range(0, len(again), at_once):
-                group = again[first : first + at_once]
+                free_cached()  # the tensors were referenced by the error until now
+            at_once = (len(failed) + 1) // 2 if too_large else 1
+            for first in range(0, len(failed), at_once):
+                group = failed[first : first + at_once]
                 replies += self._run_again(group, copies=len(requests) == 1)
         return replies
 

@@ -200,8 +200,8 @@ class Request:
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
-        known: The schema and the destinations of outputs by kind of response. Requests with equal
-            schemas share this cache.
+        response_kinds: A cache of the schema and the destinations of outputs, by kind of response.
+            Requests with equal schemas share this cache.
         aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         shared: Whether an input may be in shared memory.
@@ -215,7 +215,7 @@ class Request:
     requested: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
-    known: dict[Any, Any] = field(default_factory=dict)
+    response_kinds: dict[Any, Any] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0
     shared: bool = False
@@ -262,16 +262,16 @@ class _Kind:
         requested: The requested outputs by name.
         placed: The names of the requested outputs that have a range in the data.
         strings: The names of the BYTES inputs.
-        known: The cache of responses to such requests (see `Request.known`).
+        response_kinds: The cache of responses to such requests (see `Request.response_kinds`).
     """
 
     __slots__ = (
         "batch_size",
         "input_count",
         "inputs",
-        "known",
         "placed",
         "requested",
+        "response_kinds",
         "schema",
         "strings",
     )
@@ -290,7 +290,7 @@ class _Kind:
         self.requested = requested
         self.placed = [output.name for output in schema.outputs if output.placed]
         self.strings = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        self.known: dict[Any, Any] = {}
+        self.response_kinds: dict[Any, Any] = {}
 
 
 @dataclass(eq=False)
@@ -323,8 +323,8 @@ class Unpacker:
             InvalidArgument: The request does not fit the model, or names memory that is too small.
             Unavailable: The memory of a tensor no longer exists.
         """
-        known, schema = self._kinds.known, work.schema
-        kind = known[schema] if schema in known else self._kinds.learn(schema)
+        entries, schema = self._kinds.entries, work.schema
+        kind = entries[schema] if schema in entries else self._kinds.learn(schema)
         data = work.data
         if len(data) != kind.schema.count:
             raise MalformedMessage("a request's data do not match its schema")
@@ -364,7 +364,7 @@ class Unpacker:
             kind.requested,
             memory_ranges,
             is_cancelled,
-            kind.known,
+            kind.response_kinds,
             aliased,
             byte_size,
             bool(shared),

@@ -47,7 +47,10 @@ class MetricsReports:
         self._link = link
         self._last: MetricsReported | None = None
         self._again_s = 0.0
-        self._left, self._counted_s = float(_AT_ONCE), 0.0  # tokens, and the time of the last count
+        self._tokens, self._counted_s = (
+            float(_AT_ONCE),
+            0.0,
+        )  # tokens, and the time of the last count
         self.timer = Timer(_SOON_NS, self._send)
 
     def changed(self, at_once: bool) -> None:
@@ -64,13 +67,13 @@ class MetricsReports:
 
     def _send(self) -> None:
         now = time.monotonic()
-        self._left = min(_AT_ONCE, self._left + (now - self._counted_s) / _PAUSE_S)
+        self._tokens = min(_AT_ONCE, self._tokens + (now - self._counted_s) / _PAUSE_S)
         self._counted_s = now
-        if self._left < 1:
+        if self._tokens < 1:
             return
         with self._link.lock:
             if self.before_responses():
-                self._left -= 1
+                self._tokens -= 1
                 self._link.flush()
 
     def attach(self) -> None:
@@ -106,7 +109,7 @@ class MetricsReports:
 
 MOST_WAIT_S = 30.0
 _NO_FINAL_RESPONSE = Internal(
-    "the model has let go of the request's response sender, and has not sent its final response"
+    "the model released the request's response sender without a final response"
 )
 
 
@@ -283,7 +286,7 @@ class ResponseStream:
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                why = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
+                why = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
                 self.fail(Unavailable(why))
                 self._overran = True
                 self._open.cancel()
@@ -300,7 +303,7 @@ class ResponseStream:
         elif response is not None:
             try:
                 packed = writer.scatterer.write(self.request, response)
-                writer.scatterer.settle()
+                writer.scatterer.finish_writes()
             except BaseException as raised:
                 explained = self.explain(raised)
                 code, message = explained.code, explained.message

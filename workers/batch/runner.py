@@ -165,9 +165,9 @@ def buffer_capacity(byte_size: int, rows: int, most_rows: int) -> int:
     The buffer then grows only if rows become larger. A larger buffer has at most a quarter more
     than its batch, so that it rarely grows.
 
-    >>> room(1000, 2, 8)
+    >>> buffer_capacity(1000, 2, 8)
     4000
-    >>> room(2 << 30, 2, 32) == 5 << 29
+    >>> buffer_capacity(2 << 30, 2, 32) == 5 << 29
     True
     """
     rows = max(1, rows)
@@ -248,7 +248,7 @@ class Runner:
         context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
-        if "torch" in sys.modules:  # now, and not in the first request
+        if "torch" in sys.modules:  # imported at load instead of in the first request
             importlib.import_module("shmserve.workers.memory.tensors")
         self._gatherer = Gatherer(
             signature, context.mappings, self._device.host_buffer, context.copied
@@ -358,10 +358,10 @@ class Runner:
         Raises:
             Internal: An output is no array, or has a wrong number of rows.
         """
-        wanted = {name for request in requests for name in request.requested}
+        requested = {name for request in requests for name in request.requested}
         made: list[BatchOutput] = []
         for name, value in outputs.items():
-            if name in wanted:
+            if name in requested:
                 made.append(self._fetch(name, value, requests))
         if self._device.remote:
             self._device.synchronize()
@@ -400,8 +400,8 @@ class Runner:
         Raises:
             Internal: An output is no array.
         """
-        wanted = [name for name in outputs if name in request.requested]
-        made = [self._fetch(name, outputs[name], [request]) for name in wanted]
+        names = [name for name in outputs if name in request.requested]
+        made = [self._fetch(name, outputs[name], [request]) for name in names]
         if self._device.remote:
             self._device.synchronize()
         return Response([self._parts(item, [request])[0] for item in made])

@@ -128,9 +128,9 @@ class Scatterer:
                     if inputs[source].array is data and inputs[source].memory_range is not None:
                         key += (source,)
         key = tuple(key)
-        if key not in request.known:
+        if key not in request.response_kinds:
             return self._write_new(request, response, key)
-        schema, destinations = request.known[key]
+        schema, destinations = request.response_kinds[key]
         made: list[Any] = []
         for output, source in zip(response.outputs, destinations, strict=True):
             data = output.data
@@ -158,13 +158,15 @@ class Scatterer:
         if not context.tensors:
             return
         spans = self._context.spans
-        left = MOST_TRACED - sum(map(len, spans))
+        budget = MOST_TRACED - sum(map(len, spans))
         given: list[Input | Output] = [*request.inputs.values(), *response.outputs]
         for each in given:
             output = each if isinstance(each, Output) else _as_output(each)
-            text = as_text(each.datatype, _host_array(output)) if output.data.nbytes < left else ""
-            text = text if len(text) < left else ""
-            left -= len(text)
+            text = (
+                as_text(each.datatype, _host_array(output)) if output.data.nbytes < budget else ""
+            )
+            text = text if len(text) < budget else ""
+            budget -= len(text)
             shape = ",".join(map(str, each.shape))
             row = (context.span_id, output is each, each.name, each.datatype, shape, text)
             spans.append(TracedTensor(*row).packed())
@@ -197,9 +199,9 @@ class Scatterer:
         refs = [TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)]
         schema = pack_response_schema(refs, response.parameters)
         if key is not None and not taken and _is_repeatable(ready, request, response):
-            if len(request.known) >= _MOST_KNOWN:
-                request.known.clear()
-            request.known[key] = schema, [_destination(item, request) for item in ready]
+            if len(request.response_kinds) >= _MOST_KNOWN:
+                request.response_kinds.clear()
+            request.response_kinds[key] = schema, [_destination(item, request) for item in ready]
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, made: set[str]) -> None:
@@ -348,14 +350,14 @@ class Scatterer:
             target[...] = data
         return size
 
-    def settle(self) -> None:
+    def finish_writes(self) -> None:
         """Wait for pending writes to devices; must be called before the response is sent.
 
         Raises:
             DeviceLost: A write has failed.
         """
         if self._context.device_memory is not None:
-            self._context.device_memory.settle()
+            self._context.device_memory.finish_writes()
 
 
 def _fitting(name: str, memory_range: Range, byte_size: int) -> Range:
@@ -388,10 +390,10 @@ def _detached(item: Ready, request: Request) -> Ready:
     return item
 
 
-def _same(one: Array, other: Array) -> bool:
+def _same(first: Array, second: Array) -> bool:
     """Check whether two arrays of one shape and type have the same address."""
-    return other.flags.c_contiguous and bool(
-        one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
+    return second.flags.c_contiguous and bool(
+        first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
     )
 
 

@@ -9,7 +9,7 @@ from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded
 from shmserve.workers.bls.request import CallRequest, CallResponse, Outcome
-from shmserve.workers.bls.router import BlsCall, CallRouter, decoupled_error, settle_soon
+from shmserve.workers.bls.router import BlsCall, CallRouter, complete_soon, decoupled_error
 
 
 class UnaryBlsCall(BlsCall):
@@ -44,7 +44,7 @@ class UnaryBlsCall(BlsCall):
 
     def end(self, outcome: Outcome) -> None:
         if self.future is not None:
-            settle_soon(self.future, outcome)
+            complete_soon(self.future, outcome)
         else:
             self.outcome = outcome
             self.router.waiting.wake()
@@ -113,7 +113,7 @@ class StreamBlsCall(BlsCall):
         self.router.waiting.wake()
         future, self.first_response = self.first_response, None
         if future is not None:
-            settle_soon(future, None)
+            complete_soon(future, None)
 
     def ready(self) -> bool:
         """Return whether `take` would not block."""

@@ -171,14 +171,14 @@ def _reset(eventfd: int) -> None:
         os.eventfd_read(eventfd)
 
 
-def settle_soon(future: asyncio.Future[Any], outcome: object) -> None:
+def complete_soon(future: asyncio.Future[Any], outcome: object) -> None:
     """Set the result or exception of a future, in the future's loop, unless it is done by then."""
     # The loop is closed if the model did not wait for the call.
     with contextlib.suppress(RuntimeError):
-        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+        future.get_loop().call_soon_threadsafe(_complete, future, outcome)
 
 
-def _settle(future: asyncio.Future[Any], outcome: object) -> None:
+def _complete(future: asyncio.Future[Any], outcome: object) -> None:
     if future.done():
         return
     if isinstance(outcome, BaseException):
@@ -502,8 +502,8 @@ class CallRouter:
         """
         schema, data = message.schema, message.data
         try:
-            known = self._responses.find(schema) or self._responses.learn(schema)
-            response = known.inferred(data)
+            unpacked = self._responses.find(schema) or self._responses.learn(schema)
+            response = unpacked.inferred(data)
         except MalformedMessage as error:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
@@ -531,8 +531,8 @@ class CallRouter:
                     self._remove_targets(name)
                 case SchedulerLost(endpoint=lost, successor=successor):
                     self._losses += 1
-                    known = self._targets.items()
-                    self._targets = {key: each for key, each in known if each.endpoint != lost}
+                    items = self._targets.items()
+                    self._targets = {key: each for key, each in items if each.endpoint != lost}
                     self.schedulers.successors.add(lost, successor)
                     self.schedulers.lost(lost)
 
@@ -554,8 +554,8 @@ class CallRouter:
         The call fails if that is the scheduler that failed it. Must be called without the lock.
         """
         with self._lock:
-            known = self._targets.get(call.key)
-            if known is not None and known.endpoint == call.endpoint:
+            current = self._targets.get(call.key)
+            if current is not None and current.endpoint == call.endpoint:
                 del self._targets[call.key]
         try:
             with self._known_target(call) as target:

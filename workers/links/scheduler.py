@@ -316,10 +316,10 @@ class InstanceLink:
     def close(self, *requests: WorkerRequest) -> None:
         """Remove requests that have ended, whose keys may be reused."""
         with self.lock:
-            known = self._open
+            opened = self._open
             for request in requests:
-                if request.key in known and known[request.key] is request:
-                    del known[request.key]
+                if request.key in opened and opened[request.key] is request:
+                    del opened[request.key]
 
     def is_open(self, request: WorkerRequest) -> bool:
         """Check whether the request's scheduler still expects its final response."""
@@ -355,10 +355,10 @@ class InstanceLink:
                     fds = [awaited]
                     if self._reader == awaited and self._dealer is not None:
                         fds.append(self._dealer.fd)
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     return False
-                readable(*fds, timeout_s=left_s)
+                readable(*fds, timeout_s=remaining_s)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(awaited)
         finally:

@@ -91,16 +91,16 @@ class SupervisorLink:
             are in `inbox`.
         """
         if self.inbox:
-            timeout_s = 0.0  # a request of the model in this thread has read the message
-        others = False
+            timeout_s = 0.0  # a request that the model sent in this thread has read a message
+        is_readable = False
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:
                 self.pump()
             else:
-                others = True
+                is_readable = True
                 if fd == self._wake:
                     os.eventfd_read(fd)
-        return others
+        return is_readable
 
     def follow_models(
         self, on_change: Callable[[Losses], None] | None, follower: Follower | None = None
@@ -167,7 +167,7 @@ class SupervisorLink:
             self.send(request(number, *fields))
             while (response := self._taken(number)) is None:
                 if not self.dealer.connected:
-                    raise Unavailable("the server is gone")
+                    raise Unavailable("the server has exited")
                 # If another thread reads the response, it signals `arrived`.
                 readable(self.dealer.fd, arrived)
         finally:

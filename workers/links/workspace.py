@@ -34,14 +34,14 @@ class Workspace:
     """The workspace leases of one instance.
 
     Attributes:
-        _settle: Waits until a CUDA device has completed the work of this process.
+        _fail: Waits until a CUDA device has completed the work of this process.
         coroutines: The number of coroutines that have a lease.
     """
 
     _control: SupervisorLink
     _mappings: Mappings
     _device: str
-    _settle: Callable[[int], None]
+    _fail: Callable[[int], None]
     coroutines: int = 0
 
     def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
@@ -79,7 +79,7 @@ class Workspace:
         """
         if used and memory_range.memory.cuda is not None:
             # The next lease may be another process's, whose work is not ordered with this work.
-            self._settle(memory_range.memory.cuda.device)
+            self._fail(memory_range.memory.cuda.device)
         self._control.send(
             ReturnWorkspace(self._device, memory_range.memory.id, memory_range.offset)
         )
@@ -108,8 +108,8 @@ class LeasedWorkspace:
         in_loop = _in_event_loop()
         if self._workspace.coroutines and in_loop:
             raise Internal(
-                "another coroutine of this model has a workspace, which could not go on while this "
-                "one waits: use 'async with'"
+                "another coroutine of this model has a workspace, which could not continue while "
+                "this one waits: use 'async with'"
             )
         return self._entered(self._workspace.ask(self._byte_size), in_loop)
 
@@ -137,15 +137,13 @@ class LeasedWorkspace:
         if type(self._byte_size) is not int or self._byte_size < 1:
             raise Internal(f"workspace: the number of bytes must be > 0, got {self._byte_size!r}")
         if _HOLDS.get():
-            raise Internal(
-                "this execution has a workspace already: ask for all that it needs at once"
-            )
+            raise Internal("this execution has a workspace already: request all memory at once")
 
     def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Range]) -> None:
         try:
             memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
-            report = partial(_settle, granted, error)
+            report = partial(_fail, granted, error)
         else:
             report = partial(self._granted, granted, memory_range)
         with contextlib.suppress(RuntimeError):  # the loop is closed because the process exits
@@ -177,7 +175,7 @@ class LeasedWorkspace:
         self._workspace.release(self._memory_range)
 
 
-def _settle(granted: asyncio.Future[Range], error: Exception) -> None:
+def _fail(granted: asyncio.Future[Range], error: Exception) -> None:
     if not granted.done():
         granted.set_exception(error)
 

@@ -142,7 +142,7 @@ class DeviceMemory:
     def _opened(self, memory: Memory) -> _Mapping:
         handle = memory.cuda
         assert handle is not None
-        self.collect()  # a handle is open once at a time
+        self.collect()  # a process may open a handle only once
         if self._cuda is None:
             self._cuda = self._make()
         allocation = self._allocation(self._cuda, handle)
@@ -161,15 +161,15 @@ class DeviceMemory:
 
     def _allocation(self, cuda: Cuda, handle: CudaHandle) -> Allocation:
         key = (handle.raw, handle.device)
-        known = self._open.get(key)
+        opened = self._open.get(key)
         try:
             if handle.uuid and handle.uuid != cuda.uuid(handle.device):
                 raise InvalidArgument(
                     f"device {handle.device} of the server is not the one with the 'device_uuid' "
                     "that the shared memory region was registered with"
                 )
-            if known is not None:
-                return known
+            if opened is not None:
+                return opened
             pointer = cuda.open(handle.raw, handle.device)
             self._used.add(handle.device)
         except CudaError as error:
@@ -189,7 +189,7 @@ class DeviceMemory:
                 "a client's memory on device %d cannot be opened: %s", handle.device, error
             )
             raise InvalidArgument(
-                "the CUDA handle of a shared memory region means no allocation"
+                "the CUDA handle of a shared memory region does not refer to an allocation"
             ) from None
         made = Allocation(pointer, base + byte_size - pointer, handle.device)
         # A thread of the model may drop the last reference: the loop closes the handle later.
@@ -261,7 +261,7 @@ class DeviceMemory:
             destination.view(source.dtype).view(source.shape).copy_(source)
         return int(destination.numel())
 
-    def settle(self) -> None:
+    def finish_writes(self) -> None:
         """Wait until all writes have reached the devices.
 
         Raises:
@@ -305,9 +305,9 @@ def _nothing() -> None:
     """Unpin memory that could not be pinned."""
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.device != other.device:
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.device != second.device:
         return False
-    reach = sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True) if n)
-    end = other.data_ptr() + (reach + 1) * other.dtype.itemsize
-    return other.data_ptr() < one.data_ptr() + one.numel() and one.data_ptr() < end
+    reach = sum((n - 1) * s for n, s in zip(second.shape, second.stride(), strict=True) if n)
+    end = second.data_ptr() + (reach + 1) * second.dtype.itemsize
+    return second.data_ptr() < first.data_ptr() + first.numel() and first.data_ptr() < end

@@ -107,7 +107,8 @@ class OutputMemory:
         if held + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
-                f"this client has not released {held} yet; it may hold as much as is free then"
+                f"this client has not released {held} yet; a client may hold at most as many "
+                "bytes as are free"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:
@@ -184,7 +185,7 @@ def address_of(view: memoryview) -> int:
 
 
 _WORTH_HELP = 4 * 1024 * 1024  # bytes; below it the wake-up costs as much as it saves
-_PIECE = LARGE_COPY  # smaller ones would go through the caches
+_PIECE = LARGE_COPY  # smaller pieces would go through the caches
 _MOST_HELPERS = 3
 
 

@@ -139,7 +139,12 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None, bool]]:
             _socket(name, _listen("", f"%i-{name}.sock", user), "@%i"),
             False,
         )
-    yield host.units / UNITS[-1], "what all servers together may use", _filled("slice.conf"), False
+    yield (
+        host.units / UNITS[-1],
+        "the resource limits of all servers together",
+        _filled("slice.conf"),
+        False,
+    )
     for service in SERVICES:
         folder = host.units / f"{service}.d"
         for device in DEVICES:
@@ -152,7 +157,7 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None, bool]]:
     else:
         text = _filled("tmpfiles.conf")
         yield SYSUSERS, "the user shmserve, the group shmclients", _filled("sysusers.conf"), False
-    yield host.tmpfiles, "the folders that must be there", text, False
+    yield host.tmpfiles, "the required folders", text, False
 
 
 def _service(host: Installation, instance: bool) -> str:
@@ -217,7 +222,7 @@ def quoted(word: str) -> str:
 def stamped(body: str, own: bool) -> str:
     """Return a file's text: `body` after a line with its origin and its hash, to detect changes."""
     digest = hashlib.sha256(body.encode()).hexdigest()
-    advice = "it is yours to change" if own else "change it by drop-ins, systemctl edit"
+    advice = "edit it as needed" if own else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
 
 
@@ -235,10 +240,12 @@ _HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
-    parser.add_argument("--user", action="store_true", help="for this user's own manager")
-    parser.add_argument("--root", type=Path, help="for the system in this folder, an image")
+    parser.add_argument("--user", action="store_true", help="for this user's service manager")
+    parser.add_argument("--root", type=Path, help="for the system image in this folder")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
-    parser.add_argument("--force", action="store_true", help="overwrite, or remove, changed files")
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite or remove edited files, too"
+    )
     parser.add_argument("--program", help="the shmserve to start (default: this one)")
     parser.add_argument("--device", choices=DEVICES, help="default: nvidia where /dev/nvidiactl is")
 
@@ -352,7 +359,7 @@ class _Change:
         blocked = any(verb == "remove" or not file.own for file in self._kept)
         if blocked:
             kept = "would be" if self._dry else "were"
-            print(f"Changed files {kept} kept; --force does not keep them.")
+            print(f"Changed files {kept} kept; --force overwrites or removes them.")
         self._finish(verb)
         return int(blocked or self._failed)
 
@@ -363,7 +370,7 @@ class _Change:
             if there is not None:
                 self._remove(file)
         elif there == file.text:
-            print(f"as it was  {path}: {file.purpose}")
+            print(f"unchanged  {path}: {file.purpose}")
         elif there is not None and not (untouched(there) or (self._force and not file.own)):
             self._keep(file, path)
             self._show_difference(path, there, file.text)
@@ -429,9 +436,7 @@ class _Change:
 
     def _finish(self, verb: str) -> None:
         if verb == "remove":
-            print(
-                "Left where there are any: models, tokens, other drop-ins, the user and the group."
-            )
+            print("Not removed: models, tokens, other drop-ins, the user and the group.")
         elif self._host.home is None:
             self._command("systemd-sysusers", str(SYSUSERS))
             self._command("systemd-tmpfiles", "--create", str(self._host.tmpfiles))

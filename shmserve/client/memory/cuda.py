@@ -196,7 +196,7 @@ class DeviceView:
 
     def _check(self) -> None:
         if self.lease.released:
-            raise Released("this memory was released: copy what should stay")
+            raise Released("this memory was released: copy data that is needed later")
 
     def memory_range(self) -> Range:
         """Return the tensor's range in the form sent to the server. Raises Released."""
@@ -210,7 +210,7 @@ class DeviceView:
         """
         torch = sys.modules.get("torch")
         if torch is None:
-            raise Unavailable("import torch before a tensor is made of device memory")
+            raise Unavailable("import torch before creating a tensor of device memory")
         return torch.from_dlpack(self)
 
     def numpy(self) -> Array:
@@ -249,7 +249,7 @@ class DeviceView:
         self._check()
         device = self.__dlpack_device__()
         if options.get("copy") or options.get("dl_device", device) not in (device, None):
-            raise BufferError("this memory is handed out where it is, and not copied")
+            raise BufferError("this memory is exported in place and cannot be copied")
         return capsule(self._pointer, self.shape, self.datatype, device, self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -275,4 +275,4 @@ def exporting() -> Exporting:
     try:
         return Driver()
     except Unavailable as error:
-        raise Unavailable(f"no memory on a device can be allocated: {error.message}") from None
+        raise Unavailable(f"cannot allocate device memory: {error.message}") from None

@@ -108,7 +108,7 @@ class Region(Mapping[str, Any]):
         if self.lease.released:
             raise Released("this region was released")
         if not isinstance(self.segment, Segment):
-            raise Unsupported("memory on a device stays with the client that allocated it")
+            raise Unsupported("device memory cannot be sent to another process")
         return self.segment.fd
 
     @property
@@ -156,7 +156,8 @@ class Region(Mapping[str, Any]):
             template, output_range = _template(name, shape, template.datatype), template
             if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has room for {output_range.shape}, not for {template.shape}"
+                    f"'{name}' has shape {output_range.shape}, which is too small for "
+                    f"{template.shape}"
                 )
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
@@ -279,7 +280,7 @@ def _templates(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Te
     templates: dict[str, TensorTemplate] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
-            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is no (shape, datatype) by name")
+            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a (shape, datatype)")
         templates[name] = _template(name, *spec)
     return templates
 
@@ -294,7 +295,7 @@ def _template(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):
-        raise InvalidArgument(f"'{name}': shape {shape} has a size that is no whole number")
+        raise InvalidArgument(f"'{name}': shape {shape} has a dimension that is not an integer")
     size = element_count(dims) * item
     if size > LARGEST:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")

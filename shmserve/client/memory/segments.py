@@ -59,7 +59,7 @@ class Segment:
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
         except OSError as error:  # no huge pages, or no free descriptor
-            raise Unavailable("shared memory cannot be had") from error
+            raise Unavailable("shared memory cannot be allocated") from error
         page = os.fstatvfs(self.fd).f_bsize
         self.size = -(-byte_size // page) * page
         try:
@@ -71,7 +71,7 @@ class Segment:
             self.close()
             if not isinstance(error, OSError):
                 raise
-            text = f"{byte_size} bytes of shared memory cannot be had"
+            text = f"{byte_size} bytes of shared memory cannot be allocated"
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
             raise Unavailable(text) from error
@@ -131,9 +131,7 @@ class AttachedSegment(Segment):
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
-            raise InvalidArgument(
-                "only shared memory is attached: a memfd, or an object in /dev/shm"
-            ) from None
+            raise InvalidArgument("only a memfd or an object in /dev/shm can be attached") from None
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
             raise InvalidArgument("the memory must be open for reading and writing")
         if self.size < max(1, byte_size):

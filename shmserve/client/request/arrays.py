@@ -59,7 +59,9 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
         return array, "BYTES"
     known = datatype_of(array, wanted)
     if not known:
-        raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
+        raise InvalidArgument(
+            f"input '{name}' is of {array.dtype}, which has no corresponding datatype"
+        )
     return _contiguous(array), known
 
 
@@ -72,8 +74,8 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
-                f"input '{name}' is on device '{value.device}': a call takes host memory, or "
-                "what lies in a region that was allocated there"
+                f"input '{name}' is on device '{value.device}': a call takes host memory, or a "
+                "region allocated on that device"
             )
         torch = sys.modules["torch"]
         try:
@@ -85,7 +87,7 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
             raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidArgument(
-            f"input '{name}' is a masked array, and no tensor has a mask: fill it, or take its data"
+            f"input '{name}' is a masked array: pass its .data, or call .filled()"
         )
     if isinstance(value, np.ndarray):
         plain = getattr(value, "plain", None)  # a `View`, which may be released
@@ -112,7 +114,7 @@ def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
             return to_bf16(np.asarray(given, np.float32)), wanted
         made = np.asarray(value, dtype_of(wanted))
     if made.dtype.kind != "f" and not np.array_equal(made, given):
-        raise ValueError("some of its elements would become others")
+        raise ValueError("some of its elements would change their value")
     return made, ""
 
 

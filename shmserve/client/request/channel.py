@@ -177,7 +177,7 @@ class ClientRequest(InflightRequest):
         """Return whether the request asks for a latency breakdown in its result."""
         return (self.built.options.parameters or {}).get("explain") is True
 
-    def copied(self, memory_range: Range) -> bytes:
+    def copied(self, memory_range: Range) -> bytearray:
         """Return a copy of a range of a worker's memory."""
         return self.channel.server.copied(memory_range)
 

@@ -87,8 +87,7 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
         caller = TraceContext.of_header(_text("traceparent", traceparent))
         if caller is None:
             raise InvalidArgument(
-                f"traceparent must be as W3C's trace context has it, 00-TRACE-SPAN-FLAGS, got "
-                f"{traceparent!r:.80}"
+                f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
         return caller.child().message
     asked = isinstance(parameters, Mapping) and parameters.get("explain") is True
@@ -106,8 +105,8 @@ def _sequence(sequence: int | str) -> int | str:
             if 0 <= number < 1 << 64:
                 return number
     raise InvalidArgument(
-        f"sequence must be an integer of 64 bits without a sign, or a text of "
-        f"{LONGEST_CORRELATION_ID} characters at most, got {sequence!r:.80}"
+        f"sequence must be an unsigned 64-bit integer, or a string of at most "
+        f"{LONGEST_CORRELATION_ID} characters, got {sequence!r:.80}"
     )
 
 
@@ -127,7 +126,7 @@ def _priority(priority: int) -> int:
     except TypeError:
         number = -1
     if number not in _INTEGERS or number < 0:
-        raise InvalidArgument(f"priority must be a whole number from 0 on, got {priority!r}")
+        raise InvalidArgument(f"priority must be an integer >= 0, got {priority!r}")
     return number
 
 
@@ -137,7 +136,7 @@ def _text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{name} is no text that UTF-8 could carry: {error}") from None
+        raise InvalidArgument(f"{name} cannot be encoded as UTF-8: {error}") from None
     return value
 
 
@@ -155,7 +154,7 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, bool | float) or (isinstance(value, int) and value in _INTEGERS):
         return value
     raise InvalidArgument(
-        f"parameter '{name}' must be a string, an integer of 64 bits, a float or a bool, got "
+        f"parameter '{name}' must be a string, a 64-bit integer, a float or a bool, got "
         f"{value!r:.80}"
     )
 
@@ -239,7 +238,8 @@ def prepare(
 def _names(outputs: Any) -> tuple[str, ...]:
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise InvalidArgument(
-            f"outputs must be names, a region, or arrays of one by name, got {outputs!r:.80}"
+            "outputs must be names, a region, or a mapping of names to arrays of a region, got "
+            f"{outputs!r:.80}"
         )
     return tuple(outputs)
 
@@ -295,7 +295,9 @@ def _encoded(array: Array, name: str) -> bytes:
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"input '{name}' has text that UTF-8 cannot carry: {error}") from None
+        raise InvalidArgument(
+            f"input '{name}' has text that cannot be encoded as UTF-8: {error}"
+        ) from None
 
 
 class _Loose:
@@ -438,7 +440,7 @@ class _Loose:
                 memory_range = found[0].memory_range(found[1], plain.nbytes)
         if memory_range is None:
             raise InvalidArgument(
-                f"output '{name}' can only be written to memory from `allocate` or "
-                "`attach`, in one piece"
+                f"output '{name}' can only be written to contiguous memory from "
+                "`allocate` or `attach`"
             )
         return RequestedOutput(name, memory_range)

@@ -91,7 +91,7 @@ class Reader(Protocol):
 
     built: PackedRequest
 
-    def copied(self, memory_range: Range) -> bytes:
+    def copied(self, memory_range: Range) -> bytearray:
         """Return a copy of a range in a worker's memory."""
 
     def release(self, messages: Sequence[Release]) -> None:
@@ -156,10 +156,11 @@ def _read(
     return Result(outputs, dict(schema.parameters), None), False
 
 
-def _inline(built: PackedRequest, ref: TensorSchema, data: bytes) -> Any:
+def _inline(built: PackedRequest, ref: TensorSchema, data: bytes | bytearray) -> Any:
     if ref.datatype == "BYTES":
         return decode_bytes(data, ref.shape, ref.name, built.model.name)
-    array = np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
+    writable = data if type(data) is bytearray else bytearray(data)
+    array = np.ndarray(ref.shape, dtype_of(ref.datatype), writable)
     return to_torch(array, ref.datatype) if built.as_torch else array
 
 
@@ -214,11 +215,11 @@ def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
     return MemoryLease(nothing)
 
 
-def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytes:
+def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytearray:
     if segment is not None:
         if isinstance(segment, DeviceSegment):
             raise Unsupported("strings on a device cannot be read there: give them no place")
-        return bytes(
+        return bytearray(
             segment.bytes[memory_range.offset : memory_range.offset + memory_range.byte_size]
         )
     try:
@@ -227,5 +228,5 @@ def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> 
         if not isinstance(error.__cause__, PermissionError):
             raise
         raise Unsupported(
-            "an output is too large for a message: name a place for it, from `allocate`"
+            "an output is too large for a message: pass memory from `allocate` for it"
         ) from None

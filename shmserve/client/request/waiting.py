@@ -316,8 +316,8 @@ class SharedChannel(Waiting):
         """
         if self.connection.is_current_thread():
             raise Unavailable(
-                "a callback cannot wait here, since other threads have every channel of this "
-                "client: use infer_async in it"
+                "a callback cannot wait while other threads use every channel of this client: "
+                "use infer_async in the callback"
             )
 
     def submit(self, built: PackedRequest) -> Future[Result]:

@@ -15,7 +15,7 @@ from typing import Any
 WINDOW_S = 10.0
 HISTORY_S = 600.0
 HISTORY_EVERY_S = 5.0
-DEATHS_S = 3600.0  # for which dead workers are shown
+DEATHS_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 _TOTALS = (
     *("success", "fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -38,30 +38,39 @@ _IDLE: Point = (0, 0, None, None, 0, 0)
 
 
 class Figures:
-    """Rows by "NAME/VERSION", from the difference between a report and that of a window ago."""
+    """The rows of all model versions, by "NAME/VERSION".
+
+    The rates of a row are the difference between the current report and that of `WINDOW_S` ago.
+    """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, dict[str, Report]]] = deque()
-        self._deaths: dict[str, deque[tuple[float, int]]] = {}  # times and numbers, by model
+        self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
+        # By model: the times and numbers of exited workers.
+        self._exits: dict[str, deque[tuple[float, int]]] = {}
 
     def rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
-        """Return the rows of the schedulers' reports at `now_s` (monotonic)."""
+        """Return the row of each model version, given the schedulers' reports.
+
+        Args:
+            reports: The reports, as `management.collect` returns them.
+            now_s: The time of the reports, in monotonic seconds.
+        """
         found = {f"{each['name']}/{each['version']}": each["shmserve"] for each in reports}
-        while len(self._looks) > 1 and self._looks[1][0] <= now_s - WINDOW_S:
-            self._looks.popleft()
-        at_s, before = self._looks[0] if self._looks else (now_s, {})
-        last = self._looks[-1][1] if self._looks else {}
-        self._looks.append((now_s, found))
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
+            self._snapshots.popleft()
+        at_s, before = self._snapshots[0] if self._snapshots else (now_s, {})
+        last = self._snapshots[-1][1] if self._snapshots else {}
+        self._snapshots.append((now_s, found))
         for key, now in found.items():
             if key in last and (lost := now["workers_lost"] - last[key]["workers_lost"]) > 0:
-                self._deaths.setdefault(key, deque()).append((now_s, lost))
+                self._exits.setdefault(key, deque()).append((now_s, lost))
         return {
-            key: row(now, before.get(key), now_s - at_s, self._died(key, now_s))
+            key: row(now, before.get(key), now_s - at_s, self._recent_exits(key, now_s))
             for key, now in found.items()
         }
 
-    def _died(self, key: str, now_s: float) -> int:
-        deaths = self._deaths.get(key, deque())
+    def _recent_exits(self, key: str, now_s: float) -> int:
+        deaths = self._exits.get(key, deque())
         while deaths and deaths[0][0] <= now_s - DEATHS_S:
             deaths.popleft()
         return sum(lost for _, lost in deaths)
@@ -74,25 +83,29 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, dict[str, Point]]] = deque()
+        self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, at_s: float, rows: Mapping[str, Row]) -> None:
-        """Record the rows at a time (of the wall clock), unless the last ones are recent."""
-        looks = self._looks
-        if looks and 0 <= at_s - looks[-1][0] < HISTORY_EVERY_S * 0.9:
+        """Record the rows at `at_s` (seconds since the epoch), unless the last rows are recent."""
+        snapshots = self._snapshots
+        if snapshots and 0 <= at_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return
-        looks.append((at_s, {key: _point(row) for key, row in rows.items() if "success" in row}))
-        while not at_s - HISTORY_S <= looks[0][0] <= at_s:  # the clock may be set back, too
-            looks.popleft()
+        snapshots.append(
+            (at_s, {key: _point(row) for key, row in rows.items() if "success" in row})
+        )
+        while not at_s - HISTORY_S <= snapshots[0][0] <= at_s:  # The clock may be set back.
+            snapshots.popleft()
 
     def shown(self) -> dict[str, Any]:
         """Return the times and, by model, a point for each time: None if unknown, 0 if idle."""
-        keys = dict.fromkeys(key for _, points in self._looks for key in points)
+        keys = dict.fromkeys(key for _, points in self._snapshots for key in points)
         series = {
-            key: [0 if points.get(key) == _IDLE else points.get(key) for _, points in self._looks]
+            key: [
+                0 if points.get(key) == _IDLE else points.get(key) for _, points in self._snapshots
+            ]
             for key in keys
         }
-        return {"at": [at_s for at_s, _ in self._looks], "models": series}
+        return {"at": [at_s for at_s, _ in self._snapshots], "models": series}
 
 
 def _point(row: Row) -> Point:
@@ -103,32 +116,32 @@ def _point(row: Row) -> Point:
     return _IDLE if point == _IDLE else point
 
 
-def row(now: Report, before: Report | None, seconds: float, died: int = 0) -> Row:
+def row(now: Report, before: Report | None, seconds: float, exits: int = 0) -> Row:
     """Return a model's row; without an earlier report it has no `recent`.
 
     Args:
         now: The current report.
         before: The report of `seconds` ago.
         seconds: The length of the interval.
-        died: The number of workers that died within an hour.
+        exits: The number of workers that died within an hour.
     """
-    made: Row = {name: now[name] for name in _TOTALS}
-    made |= {name: _but_zeros(now[key]) for name, key in _COUNTS.items()}
-    made["sequences"] = now["open_sequences"]
+    figures: Row = {name: now[name] for name in _TOTALS}
+    figures |= {name: _but_zeros(now[key]) for name, key in _COUNTS.items()}
+    figures["sequences"] = now["open_sequences"]
     if now.get("cache"):
-        made["cache"] = now["cache"]
+        figures["cache"] = now["cache"]
     if "generated" in now:
-        made["generation"] = {**now["generation"], "generated": now["generated"]}
-        made["generation"]["preemptions"] = sum(now["preemptions"].values())
+        figures["generation"] = {**now["generation"], "generated": now["generated"]}
+        figures["generation"]["preemptions"] = sum(now["preemptions"].values())
     if before is not None and seconds > 0:
-        made["recent"] = _recent(now, before, seconds)
-    made["hurts"], made["because"] = _pain(made, now)
-    if died:
-        text = f"{died} worker{'s' * (died > 1)} died within an hour"
-        made["because"] = f"{made['because']}; {text}".removeprefix("; ")
+        figures["recent"] = _recent(now, before, seconds)
+    figures["hurts"], figures["because"] = _problem(figures, now)
+    if exits:
+        text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
+        figures["because"] = f"{figures['because']}; {text}".removeprefix("; ")
         just = before is not None and now["workers_lost"] > before["workers_lost"]
-        made["hurts"] = max(made["hurts"], (_DEATH if just else _EARLIER_DEATH) + died)
-    return made
+        figures["hurts"] = max(figures["hurts"], (_DEATH if just else _EARLIER_DEATH) + exits)
+    return figures
 
 
 def _recent(now: Report, before: Report, seconds: float) -> Row:
@@ -138,7 +151,7 @@ def _recent(now: Report, before: Report, seconds: float) -> Row:
     sizes, batches = now["batch_size"], _added(now["batch_size"], before["batch_size"])
     reasons = before["batches_closed"]
     closed = {key: count - reasons.get(key, 0) for key, count in now["batches_closed"].items()}
-    made: Row = {
+    figures: Row = {
         "rate": _short(grown["success"] / seconds),
         "fail_rate": _short(grown["fail"] / seconds),
         "execution_rate": _short(grown["execution_count"] / seconds),
@@ -148,11 +161,11 @@ def _recent(now: Report, before: Report, seconds: float) -> Row:
         "phases": _phases(grown),
     }
     if sum(batches):
-        made["batch"] = _short((sizes["sum"] - before["batch_size"]["sum"]) / sum(batches))
+        figures["batch"] = _short((sizes["sum"] - before["batch_size"]["sum"]) / sum(batches))
     if "generated" in now:
-        made |= {name: _short(grown[key] / seconds) for name, key in _GENERATION_RATES.items()}
-        made |= {name: _ms(now[key], before[key]) for name, key in _GENERATION_TIMES.items()}
-    return made
+        figures |= {name: _short(grown[key] / seconds) for name, key in _GENERATION_RATES.items()}
+        figures |= {name: _ms(now[key], before[key]) for name, key in _GENERATION_TIMES.items()}
+    return figures
 
 
 def _phases(grown: Mapping[str, int]) -> Row:
@@ -205,12 +218,12 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
     return bounds[-1]
 
 
-def _pain(made: Row, now: Report) -> tuple[float, str]:
+def _problem(figures: Row, now: Report) -> tuple[float, str]:
     """Return the rank and the problem of a model: failures, then queueing.
 
     A configured delay of requests, in which batches grow, is no problem.
     """
-    recent = made.get("recent", {})
+    recent = figures.get("recent", {})
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)
     if fail_rate:
         share = fail_rate / (fail_rate + rate)
@@ -223,7 +236,7 @@ def _pain(made: Row, now: Report) -> tuple[float, str]:
         besides = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
         text = f"{waited:.3g} of {whole:.3g} ms in the queue{besides}"
         return _short(1000 + 100 * waited / whole), text
-    if recent and not rate and (inside := made["pending"] + made["executing"]):
+    if recent and not rate and (inside := figures["pending"] + figures["executing"]):
         return 1000, f"{inside} inside, and none is answered"
     return max(recent.get("ms", ()), default=0), ""
 

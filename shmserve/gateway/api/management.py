@@ -25,9 +25,9 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import GatewayModel, describe, whole_version
+from shmserve.gateway.model_table import GatewayModel, canonical_version, describe
 from shmserve.ipc.messages.control_requests import (
     AskReady,
     ChangeLogging,
@@ -53,13 +53,13 @@ EXTENSIONS = (
 )
 
 
-def check_staying(gateway: Gateway) -> None:
+def check_not_exiting(gateway: Gateway) -> None:
     """Raise Unavailable if the server exits without a successor."""
-    if is_draining(gateway):
+    if is_exiting(gateway):
         raise Unavailable("Server exiting")
 
 
-def is_draining(gateway: Gateway) -> bool:
+def is_exiting(gateway: Gateway) -> bool:
     """Return whether the server exits without a successor."""
     return gateway.health.exiting
 
@@ -98,9 +98,9 @@ async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
     """Return a model's metadata, with all versions or with the requested `version` only.
 
     Raises:
-        ShmserveError: `loaded` has raised it.
+        ShmserveError: `resolve_model` has raised it.
     """
-    found = await loaded(gateway, name, version)
+    found = await resolve_model(gateway, name, version)
     return describe(found, [found.version] if version else gateway.models.versions(name))
 
 
@@ -134,8 +134,8 @@ def _example(name: str, model: GatewayModel | None) -> dict[str, Any]:
     body = {"inputs": inputs, **({"parameters": parameters} if parameters else {})}
     zeros = sum(each["parameters"]["binary_data_size"] for each in inputs) if binary else 0
     headers = {"Accept": "application/x-ndjson"} if model.decoupled else {}
-    made = {"model": name, "path": f"{path}/infer", "headers": headers, "body": body}
-    return made | ({"zeros": zeros} if binary else {})
+    example = {"model": name, "path": f"{path}/infer", "headers": headers, "body": body}
+    return example | ({"zeros": zeros} if binary else {})
 
 
 def _example_input(spec: TensorSpec, max_batch_size: int, binary: bool) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def _example_input(spec: TensorSpec, max_batch_size: int, binary: bool) -> dict[
 
 
 async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
-    """Return a model's configuration as JSON, or raise as `loaded` does."""
-    return (await loaded(gateway, name, version)).config
+    """Return a model's configuration as JSON, or raise as `resolve_model` does."""
+    return (await resolve_model(gateway, name, version)).config
 
 
 SWITCHES = ("log_info", "log_warning", "log_error")
@@ -171,7 +171,7 @@ def refuse_file() -> Unsupported:
 
 
 async def change_trace_settings(
-    gateway: Gateway, model: str, given: Mapping[str, Sequence[str] | None]
+    gateway: Gateway, model: str, changes: Mapping[str, Sequence[str] | None]
 ) -> dict[str, list[str]]:
     """Change trace settings, and return all trace settings as texts.
 
@@ -182,7 +182,7 @@ async def change_trace_settings(
     """
     if model and not gateway.models.versions(model):
         raise NotFound(f"Request for unknown model : {model}")
-    return await gateway.supervisor.ask(ChangeTracing, model, read_changes(given))
+    return await gateway.supervisor.ask(ChangeTracing, model, read_changes(changes))
 
 
 # --- the model repository
@@ -217,8 +217,8 @@ def check_may_send(client: ClientIdentity) -> None:
     """
     if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
         raise PermissionDenied(
-            "a configuration or files for a model may come only from the user who runs the server, "
-            "or with a token"
+            "the configuration or files of a model are accepted only from the user who runs the "
+            "server, or with a token"
         )
 
 
@@ -258,8 +258,8 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
         Unavailable: No scheduler of the model has reported in time.
     """
     if not name:
-        return _as_tritons(await collect(gateway, gateway.models.all()))
-    version = whole_version(version) if version else ""
+        return _triton_statistics(await collect(gateway, gateway.models.all()))
+    version = canonical_version(version) if version else ""
     versions = gateway.models.versions(name)
     if not versions:
         raise InvalidArgument(f"requested model '{name}' is not available")
@@ -272,10 +272,10 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
     reports = await collect(gateway, chosen[:1] if version else chosen)
     if not reports:
         raise Unavailable(f"the statistics of model '{name}' are not available now")
-    return _as_tritons(reports)
+    return _triton_statistics(reports)
 
 
-def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _triton_statistics(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: report[key] for key in report if key != "shmserve"} for report in reports]
 
 

@@ -83,14 +83,14 @@ class ReportFamily(NamedTuple):
         name = self.name if plain else f"{self.name}_total"
         family = ExpositionFamily(name, self.text, self.kind)
         for labels, report in reports:
-            found: Any = report
+            counts: Any = report
             for key in self.path.split("."):
-                found = found[key]
+                counts = counts[key]
             if self.label:
-                for value, number in found.items():
-                    family.add({**labels, self.label: value}, number)
+                for label_value, number in counts.items():
+                    family.add({**labels, self.label: label_value}, number)
             else:
-                family.add(labels, found // 1000 if self.is_latency else found)
+                family.add(labels, counts // 1000 if self.is_latency else counts)
         return family
 
 
@@ -113,7 +113,7 @@ _LATENCIES = (
         "compute_output",
     ),
 )
-_TRITONS = _families(
+_TRITON = _families(
     ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
     (
         *("counter", "nv_inference_count", "inference_count"),
@@ -146,51 +146,51 @@ _OF_CACHE = _families(
     ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
     ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
-_OURS = _families(
+_OWN = _families(
     *(
         ("counter", f"shmserve_{name}", name, text)
         for name, text in (
-            ("workers_lost", "Instances whose process died or was killed while they served"),
-            ("retried", "Requests that ran again, alone, after their worker died"),
-            ("overruns", "Executions that passed their time limit"),
+            ("workers_lost", "Deaths of instance processes that were serving"),
+            ("retried", "Requests retried alone after their worker died"),
+            ("overruns", "Executions that exceeded their time limit"),
             ("malformed", "Messages that were dropped because they were malformed"),
         )
     ),
     (
         *("counter", "shmserve_batches_closed", "batches_closed"),
-        *("Executions by why their batch took no more", "reason"),
+        *("Executions by the reason that limited their batch", "reason"),
     ),
     ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
     (
         *("counter", "shmserve_instance_changes", "instance_changes"),
-        *("Instances that were added, or ended, as the load of their model asked", "change"),
+        *("Instances added or removed by autoscaling", "change"),
     ),
-    ("gauge", "shmserve_executing_requests", "executing", "Requests at workers now"),
-    ("gauge", "shmserve_open_sequences", "open_sequences", "Sequences that have begun, not ended"),
+    ("gauge", "shmserve_executing_requests", "executing", "Requests in execution"),
+    ("gauge", "shmserve_open_sequences", "open_sequences", "Open sequences"),
     (
         *("counter", "shmserve_copied_bytes", "copied_bytes"),
         *("Bytes of tensors that workers copied", "direction"),
     ),
 )
 _HISTOGRAMS = (
-    ("request_seconds", "Time from arrival to answer of a request that succeeded"),
-    ("queue_seconds", "Time that a request that succeeded waited for its execution"),
-    ("compute_seconds", "Time of an execution, input and output included"),
+    ("request_seconds", "Time from arrival to response of a successful request"),
+    ("queue_seconds", "Queue time of a successful request"),
+    ("compute_seconds", "Duration of an execution, including input and output"),
     ("batch_size", "Batch size of an execution"),
 )
 _PADDING = (
     ("shmserve_padded_elements", "Elements of padded inputs that models were given"),
-    ("shmserve_padding_elements", "Elements of padded inputs that were padding, which is waste"),
+    ("shmserve_padding_elements", "Padding elements of padded inputs"),
 )
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
-def tritons(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
+def triton_families(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
     """Yield Triton's counters and gauges; durations only with `latencies`.
 
     The families of the response cache are included if a model has one.
     """
-    for family in _TRITONS:
+    for family in _TRITON:
         if latencies or not family.is_latency:
             yield family.metric(reports)
     failures = ExpositionFamily(
@@ -209,11 +209,11 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
             yield family.metric(cached)
 
 
-def ours(reports: Reports) -> Iterator[ExpositionFamily]:
+def own_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
     for name, text in _HISTOGRAMS:
         yield histogram(f"shmserve_{name}", name, text, reports)
-    for family in _OURS:
+    for family in _OWN:
         yield family.metric(reports)
     yield from _padding(reports)
 
@@ -304,10 +304,16 @@ def _padding(reports: Reports) -> Iterator[ExpositionFamily]:
 _GENERATIVE = tuple(
     ReportFamily(kind, f"shmserve_llm_{name}", path, text, label)
     for kind, name, path, text, label in (
-        ("counter", "requests", "requests", "Requests by how they ended", "outcome"),
-        ("gauge", "requests_queued", "queued", "Sequences that wait for their first step", ""),
+        ("counter", "requests", "requests", "Requests by finish reason", "outcome"),
+        ("gauge", "requests_queued", "queued", "Sequences waiting for their first step", ""),
         ("gauge", "requests_running", "sequences.running", "Sequences in the batch", ""),
-        ("gauge", "requests_swapped", "sequences.swapped", "Sequences in the host's blocks", ""),
+        (
+            "gauge",
+            "requests_swapped",
+            "sequences.swapped",
+            "Sequences swapped out to host blocks",
+            "",
+        ),
         (
             "gauge",
             "batch_utilization",
@@ -316,22 +322,34 @@ _GENERATIVE = tuple(
             "",
         ),
         ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
-        ("counter", "preemption", "preemptions", "Sequences that made room for others", "mode"),
+        ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
         ("counter", "swap_in", "swapped_in", "Blocks copied back from the host", ""),
         ("counter", "swap_out", "swapped_out", "Blocks copied to the host", ""),
         ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written", ""),
-        ("counter", "recomputed_tokens", "recomputed", "Tokens thrown away by preemption", ""),
+        ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption", ""),
         ("counter", "tokens_generated", "generated", "Tokens that were generated", ""),
         ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed", ""),
         ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too", ""),
-        ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked for", ""),
+        (
+            "counter",
+            "prefix_cache_queries",
+            "prefix_queries",
+            "Prompt tokens looked up in the cache",
+            "",
+        ),
         ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache", ""),
         ("counter", "speculative_drafted", "drafted", "Tokens that were proposed", ""),
         ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
         ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
         ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
-        ("counter", "step_seconds", "seconds", "Time of steps by phase, and beside them", "phase"),
-        ("counter", "finished", "finished", "Sequences by why they ended", "reason"),
+        (
+            "counter",
+            "step_seconds",
+            "seconds",
+            "Time of steps by phase, and of work outside of steps",
+            "phase",
+        ),
+        ("counter", "finished", "finished", "Sequences by finish reason", "reason"),
     )
 )
 _GENERATIVE_HISTOGRAMS = (
@@ -340,8 +358,8 @@ _GENERATIVE_HISTOGRAMS = (
     ("batch_tokens", "batch_tokens", "Tokens computed in a step"),
     ("iteration_latency_seconds", "iteration_seconds", "Time of a step in its worker"),
     ("scheduler_overhead_seconds", "scheduler_seconds", "Time to plan a step"),
-    ("time_to_first_token_seconds", "first_token_seconds", "From arrival to the first token"),
-    ("inter_token_latency_seconds", "inter_token_seconds", "Between two tokens of a sequence"),
+    ("time_to_first_token_seconds", "first_token_seconds", "Time from arrival to the first token"),
+    ("inter_token_latency_seconds", "inter_token_seconds", "Time between two tokens of a sequence"),
     ("prompt_tokens", "prompt_tokens", "Tokens of a prompt"),
     ("generation_tokens", "generation_tokens", "Tokens generated in a sequence"),
 )
@@ -349,17 +367,17 @@ _GENERATIVE_HISTOGRAMS = (
 
 def generative(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    found = [
+    generative_reports = [
         (labels, {**report, **_derived(report)})
         for labels, report in reports
         if "generated" in report
     ]
-    if not found:
+    if not generative_reports:
         return
     for family in _GENERATIVE:
-        yield family.metric(found)
+        yield family.metric(generative_reports)
     for name, path, text in _GENERATIVE_HISTOGRAMS:
-        yield histogram(f"shmserve_llm_{name}", path, text, found)
+        yield histogram(f"shmserve_llm_{name}", path, text, generative_reports)
 
 
 def _derived(report: dict[str, Any]) -> dict[str, Any]:
@@ -386,94 +404,56 @@ class MetricsExporter:
         """Return the page of a scrape: the schedulers' current reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
-        families = list(_Families(gateway, reports, self._cpu.read()).collect())
-        taken = {family.name for family in families}
-        return (_text(families) + _models_own(reports, taken)).encode()
+        families = list(self._families(reports))
+        server_names = {family.name for family in families}
+        return (_text(families) + _model_families(reports, server_names)).encode()
 
-
-def _text(families: Iterable[ExpositionFamily]) -> str:
-    shown = (family for family in families if family.samples)  # as in Triton
-    return "".join(f"{line}\n" for family in shown for line in family.lines())
-
-
-def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:
-    return label[0] in _OF_A_DISTRIBUTION, label[0]
-
-
-def _models_own(reports: list[dict[str, Any]], taken: set[str]) -> str:
-    parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
-    families = model_metrics.added(parts)
-    free = {name: family for name, family in families.items() if name not in taken}
-    if len(free) < len(families):
-        logger.warning(
-            "models have metrics with names of the server's, which are not shown: %s",
-            ", ".join(sorted(families.keys() - free.keys())),
-        )
-    return model_metrics.exposition(free)
-
-
-class _Families:
-    """The metric families of one scrape."""
-
-    def __init__(
-        self, gateway: Gateway, reports: list[dict[str, Any]], cpu_utilization: float
-    ) -> None:
-        self._gateway = gateway
-        self._cpu_utilization = cpu_utilization
-        self._reports = [
-            (
-                {"model": str(report["name"]), "version": str(report["version"])},
-                report["shmserve"],
-            )
-            for report in reports
-        ]
-
-    def collect(self) -> Iterator[ExpositionFamily]:
-        """Yield all families."""
-        settings = self._gateway.settings
-        tagged = [
-            ({**labels, **self._tags(labels["model"], labels["version"])}, report)
-            for labels, report in self._reports
-        ]
-        yield from tritons(tagged, latencies=settings.counter_latencies)
+    def _families(self, reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
+        """Yield all families of the server."""
+        settings, models = self._gateway.settings, self._gateway.models
+        plain: Reports = []
+        tagged: Reports = []
+        for report in reports:
+            labels = {"model": str(report["name"]), "version": str(report["version"])}
+            model = models.find(labels["model"], labels["version"])
+            plain.append((labels, report["shmserve"]))
+            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
+        yield from triton_families(tagged, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
             yield from first_responses(tagged)
         if settings.summary_latencies:
             yield from summaries(tagged)
-        yield self._load_seconds()
-        yield from self._failed_loads()
-        yield from ours(self._reports)
-        yield from generative(self._reports)
+        yield from self._loads()
+        yield from own_families(plain)
+        yield from generative(plain)
         yield from self._regions()
         yield from self._host()
         yield from _processes()
 
-    def _tags(self, name: str, version: str) -> dict[str, str]:
-        model = self._gateway.models.find(name, version)
-        return {} if model is None else model.tags
-
-    def _load_seconds(self) -> ExpositionFamily:
-        family = ExpositionFamily(
-            "nv_model_load_duration_secs", "Model load time in seconds", "gauge"
+    def _loads(self) -> Iterator[ExpositionFamily]:
+        failures, models = self._gateway.failures, self._gateway.models.all()
+        yield _family(
+            *("gauge", "nv_model_load_duration_secs", "Model load time in seconds"),
+            *(
+                ({"model": each.name, "version": each.version, **each.tags}, each.load_seconds)
+                for each in models
+            ),
         )
-        for model in self._gateway.models.all():
-            labels = {"model": model.name, "version": model.version, **model.tags}
-            family.add(labels, model.load_seconds)
-        return family
-
-    def _failed_loads(self) -> Iterator[ExpositionFamily]:
-        failures, ready = self._gateway.failures, self._gateway.models.all()
-        failed = ExpositionFamily(
-            "shmserve_model_failed", "Model versions that do not serve: their load failed", "gauge"
+        yield _family(
+            *(
+                "gauge",
+                "shmserve_model_failed",
+                "Model versions that do not serve: their load failed",
+            ),
+            *(({"model": name, "version": version}, 1) for name, version in failures.models),
         )
-        for name, version in failures.models:
-            failed.add({"model": name, "version": version}, 1)
-        models = ExpositionFamily("shmserve_models", "Model versions by state", "gauge")
-        models.add({"state": "failed"}, len(failures.models))
-        models.add({"state": "ready"}, sum(model.ready for model in ready))
-        loads = ExpositionFamily("shmserve_load_failures_total", "Loads that failed", "counter")
-        loads.add({}, failures.count)
-        yield from (failed, models, loads)
+        yield _family(
+            *("gauge", "shmserve_models", "Model versions by state"),
+            ({"state": "failed"}, len(failures.models)),
+            ({"state": "ready"}, sum(model.ready for model in models)),
+        )
+        name = "shmserve_load_failures_total"
+        yield _family("counter", name, "Loads that failed", ({}, failures.count))
 
     def _regions(self) -> Iterator[ExpositionFamily]:
         table = self._gateway.regions
@@ -490,9 +470,7 @@ class _Families:
 
     def _host(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
-        yield _gauge(
-            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu_utilization
-        )
+        yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read())
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
         # This server has no such pool: it pins memory in place.
@@ -501,25 +479,50 @@ class _Families:
             yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
 
 
+def _text(families: Iterable[ExpositionFamily]) -> str:
+    shown = (family for family in families if family.samples)  # as in Triton
+    return "".join(f"{line}\n" for family in shown for line in family.lines())
+
+
+def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:
+    return label[0] in _OF_A_DISTRIBUTION, label[0]
+
+
+def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
+    parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
+    families = model_metrics.added(parts)
+    free = {name: family for name, family in families.items() if name not in server_names}
+    if len(free) < len(families):
+        logger.warning(
+            "models have metrics with names of the server's, which are not shown: %s",
+            ", ".join(sorted(families.keys() - free.keys())),
+        )
+    return model_metrics.exposition(free)
+
+
+_OF_PROCESSES = (
+    # kind, name, text, attribute of a process
+    ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
+    ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
+    ("counter", "shmserve_process_cpu_seconds_total", "CPU time of a process", "cpu_seconds"),
+)
+
+
 def _processes() -> Iterator[ExpositionFamily]:
-    resident = ExpositionFamily(
-        "shmserve_process_resident_bytes", "Resident memory of a process", "gauge"
-    )
-    descriptors = ExpositionFamily(
-        "shmserve_process_open_fds", "Open file descriptors of a process", "gauge"
-    )
-    seconds = ExpositionFamily(
-        "shmserve_process_cpu_seconds_total", "CPU time of a process", "counter"
-    )
-    for process in processes(os.getppid()):
-        labels = {"process": process.title}
-        resident.add(labels, process.resident_bytes)
-        descriptors.add(labels, process.open_fds)
-        seconds.add(labels, process.cpu_seconds)
-    yield from (resident, descriptors, seconds)
+    found = list(processes(os.getppid()))
+    for kind, name, text, attribute in _OF_PROCESSES:
+        samples = (({"process": each.title}, getattr(each, attribute)) for each in found)
+        yield _family(kind, name, text, *samples)
 
 
 def _gauge(name: str, text: str, value: float) -> ExpositionFamily:
-    family = ExpositionFamily(name, text, "gauge")
-    family.add({}, value)
+    return _family("gauge", name, text, ({}, value))
+
+
+def _family(
+    kind: str, name: str, text: str, *samples: tuple[dict[str, str], float]
+) -> ExpositionFamily:
+    family = ExpositionFamily(name, text, kind)
+    for labels, value in samples:
+        family.add(labels, value)
     return family

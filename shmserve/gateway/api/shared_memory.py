@@ -84,7 +84,7 @@ async def lease(
     def on_registered(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
             abandoned = RegionAbandoned(task.result()["memory_id"])
-            client.when_gone(partial(gateway.supervisor.post, abandoned))
+            client.call_on_disconnect(partial(gateway.supervisor.post, abandoned))
 
     task = asyncio.ensure_future(registered)
     task.add_done_callback(on_registered)
@@ -94,9 +94,10 @@ async def lease(
 def visible(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> list[GatewayRegion]:
-    """Return the regions of a kind that the client's user may see, or the one of this name.
+    """Return the regions of a kind that the client's user may see: all, or the one with a `name`.
 
-    Raises NotFound.
+    Raises:
+        NotFound: No such region is visible to the user.
     """
     peer = client.administrator() if client.listener.shm else NOBODY
     return gateway.regions.visible(name, peer, cuda=cuda)
@@ -105,7 +106,10 @@ def visible(
 async def unregister(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> None:
-    """Unregister a region of the client's user, or all of a kind for ""; ignore an unknown name."""
+    """Unregister regions of the client's user: all of a kind, or the one with a `name`.
+
+    An unknown name is ignored.
+    """
     peer = client.administrator()
     await gateway.supervisor.ask(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
 
@@ -128,7 +132,8 @@ def decode_handle(text: str) -> bytes:
 def decode_uuid(text: str) -> bytes:
     """Return the 16 bytes of a device's UUID in nvidia-smi's or torch's notation.
 
-    Raises InvalidArgument.
+    Raises:
+        InvalidArgument: The text is not a UUID.
     """
     match = _UUID.fullmatch(text)
     if match is None:

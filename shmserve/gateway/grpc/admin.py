@@ -36,7 +36,7 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
     """Return the server's status for grpc.health.v1, which all services share."""
-    ready = gateway.health.ready and not management.is_draining(gateway)
+    ready = gateway.health.ready and not management.is_exiting(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )
@@ -59,12 +59,12 @@ class AdminCall:
 
     async def server_live(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """Handle ServerLive."""
-        management.check_staying(self.gateway)
+        management.check_not_exiting(self.gateway)
         return pb.ServerLiveResponse(live=self.gateway.health.live)
 
     async def server_ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         """Handle ServerReady."""
-        management.check_staying(self.gateway)
+        management.check_not_exiting(self.gateway)
         return pb.ServerReadyResponse(ready=self.gateway.health.ready)
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
@@ -143,9 +143,9 @@ class AdminCall:
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""
-        given = {key: list(setting.value) for key, setting in request.settings.items()}
+        changes = {key: list(setting.value) for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
-        settings = await management.change_trace_settings(self.gateway, request.model_name, given)
+        settings = await management.change_trace_settings(self.gateway, request.model_name, changes)
         for key, values in settings.items():
             response.settings[key].value.extend(values)
         return response
@@ -205,10 +205,10 @@ class AdminCall:
         await api.unregister(self.gateway, self.client, request.name, cuda=True)
 
 
-def _expect(kind: str | None, wanted: str, of: str, key: str) -> None:
-    if kind != wanted:
-        what = f"{of} parameter '{key}'" if of else f"'{key}' parameter"
-        raise InvalidArgument(f"invalid value type for {what}, expected {wanted}.")
+def _expect(kind: str | None, expected: str, of: str, key: str) -> None:
+    if kind != expected:
+        parameter_name = f"{of} parameter '{key}'" if of else f"'{key}' parameter"
+        raise InvalidArgument(f"invalid value type for {parameter_name}, expected {expected}.")
 
 
 def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
@@ -218,10 +218,10 @@ def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
     for name, (kind, word) in _KINDS.items():
         if name not in request.settings:
             continue
-        wanted = request.settings[name]
-        if wanted.WhichOneof("parameter_choice") != kind:
+        expected = request.settings[name]
+        if expected.WhichOneof("parameter_choice") != kind:
             raise InvalidArgument(f"expect {word} for '{name}'")
-        changes[name] = getattr(wanted, kind)
+        changes[name] = getattr(expected, kind)
     if changes.get(FORMAT, FORMATS[0]) not in FORMATS:
         raise InvalidArgument(f"invalid argument for log_format, got: {changes[FORMAT]}")
     return changes
@@ -247,9 +247,9 @@ def answer(request: ServerReflectionRequest) -> ServerReflectionResponse:
                 for name in sorted(SERVICES):
                     response.list_services_response.service.add(name=name)
             case "file_by_filename":
-                _describe(response, _POOL.FindFileByName(request.file_by_filename))
+                _add_files(response, _POOL.FindFileByName(request.file_by_filename))
             case "file_containing_symbol":
-                _describe(response, _file_of(request.file_containing_symbol))
+                _add_files(response, _file_of(request.file_containing_symbol))
             case "all_extension_numbers_of_type":
                 symbol = request.all_extension_numbers_of_type
                 _POOL.FindMessageTypeByName(symbol)
@@ -283,15 +283,15 @@ def _file_of(symbol: str) -> Any:
         return _POOL.FindMethodByName(symbol).containing_service.file
 
 
-def _describe(response: ServerReflectionResponse, file: Any) -> None:
+def _add_files(response: ServerReflectionResponse, file: Any) -> None:
     """Write a file and the files that it imports to a response."""
-    waiting, sent = [file], set()
-    while waiting:
-        each = waiting.pop(0)
-        if each.name not in sent:
-            sent.add(each.name)
-            response.file_descriptor_response.file_descriptor_proto.append(each.serialized_pb)
-            waiting += each.dependencies
+    pending, sent = [file], set()
+    while pending:
+        file = pending.pop(0)
+        if file.name not in sent:
+            sent.add(file.name)
+            response.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
+            pending += file.dependencies
 
 
 def _refuse(response: ServerReflectionResponse, code: StatusCode, text: str) -> None:

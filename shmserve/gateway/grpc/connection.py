@@ -19,12 +19,12 @@ import ssl
 import time
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront
 from shmserve.gateway.grpc.calls.headers import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.incoming import Begun, Bytes, Data, StreamReset
+from shmserve.gateway.http2.incoming import Bytes, Data, StreamOpened, StreamReset
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from shmserve.gateway.listener import Acceptor, ClientIdentity, LimitedConnection
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # larger responses are written without joining their pieces
 _HIGH_WATER = 256 * 1024  # unsent bytes above which data is queued
-_FREE_DEBT = 32  # useless frames per turn
-_REST_S = 0.0005  # the pause for each further useless frame
+_FREE_DEBT = 32  # useless frames that a client may send per turn
+_PAUSE_S = 0.0005  # the pause for each further useless frame
 _LINGER_S = 0.25
-_LOOKS = 4  # checks within the time limit of a call
+_CHECKS = 4  # The time limits are checked this often within the shortest one.
 _READ = 64 * 1024
 
 
@@ -54,15 +54,16 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.lifetime = ConnectionLifetime(self)
         self._reading = front.read_buffer  # the buffer of the current read
         self._handling = False
-        self._ended = False  # by the server
-        self._debt = self.http2.debt  # at the end of the last turn
+        self._ended = False  # The server closes the connection.
+        self._counted_debt = self.http2.debt  # the debt at the end of the last turn
         self._since = self.loop.time()  # the time of the last activity
         self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening: asyncio.TimerHandle | None = None
         # --- time limits
-        self._looking: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
         self._arriving: dict[GrpcCall, ArrivingMessage] = {}
-        self._stalled: dict[Stream, tuple[float, int]] = {}  # start and sent bytes
+        # The start of the stall, and the bytes sent until then.
+        self._stalled: dict[Stream, tuple[float, int]] = {}
 
     # --- the connection
 
@@ -85,14 +86,14 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Cancel all calls, since the client has disconnected."""
         self.transport = None
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         if self._opening is not None:
             self._opening.cancel()
         self.lifetime.end()
         self._drop_calls()
         self._owner.connection_lost(self)
-        self.client.gone()
+        self.client.disconnected()
 
     def _drop_calls(self) -> None:
         streams = list(self.http2.streams.values())
@@ -100,7 +101,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for stream in streams:
             self.http2.sending.drop(stream)
             if stream.call is not None:
-                stream.call.gone()
+                stream.call.disconnected()
 
     @property
     def open(self) -> bool:
@@ -127,9 +128,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Notify the client that the connection is closed after its calls."""
         self.lifetime.shut_down(refuses=refuses)
 
-    def settled(self) -> None:
+    def report_drained(self) -> None:
         """Report that the client was notified, and that no unary call is open."""
-        self._owner.settled(self)
+        self._owner.connection_drained(self)
 
     def force_close(self) -> None:
         """Close the connection. Written bytes may still be flushed."""
@@ -162,25 +163,25 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             try:
                 data = self._tls.receive(data)
             except BrokenTls as broken:
-                logger.debug("no TLS with a client: %s", broken)
+                logger.debug("the TLS handshake with a client failed: %s", broken)
                 self.force_close()
                 return
         self._handling = True
         http2 = self.http2
-        fresh: list[GrpcCall] = []
+        new_calls: list[GrpcCall] = []
         for event in http2.receive(data):
             if type(event) is Data:
                 if event.stream.call is not None:
                     event.stream.call.data(event.piece, event.ended)
-            elif type(event) is Begun:
+            elif type(event) is StreamOpened:
                 if not event.stream.finished:  # reset by a later frame
-                    self._begin(event.stream, event.head, fresh)
+                    self._begin(event.stream, event.head, new_calls)
             elif type(event) is StreamReset:
                 if event.stream.call is not None:
-                    event.stream.call.gone()
+                    event.stream.call.disconnected()
             else:
                 self.lifetime.acknowledged(event.payload)
-        for call in fresh:
+        for call in new_calls:
             call.check_message()
         self._handling = False
         if self.lifetime.needs_received:
@@ -188,20 +189,20 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if http2.sending.ready or http2.sending.waiting or self._tls is not None:
             self.flush()
         if http2.closing:
-            self._show_out()
+            self._close_after_violation()
         else:
-            owed = http2.debt - self._debt
-            self._debt += owed
-            if owed > _FREE_DEBT or http2.pending:
-                self._rest(owed * _REST_S if owed > _FREE_DEBT else 0.0)
+            debt_of_turn = http2.debt - self._counted_debt
+            self._counted_debt += debt_of_turn
+            if debt_of_turn > _FREE_DEBT or http2.pending:
+                self._pause_reading(debt_of_turn * _PAUSE_S if debt_of_turn > _FREE_DEBT else 0.0)
 
-    def _rest(self, seconds: float) -> None:
+    def _pause_reading(self, seconds: float) -> None:
         """Pause reading, longer for clients that send useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume)
 
-    def _show_out(self) -> None:
+    def _close_after_violation(self) -> None:
         """Close the connection of a client that has violated the protocol.
 
         The delay makes reconnections expensive, and lets the client read what was sent.
@@ -217,15 +218,15 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.transport.resume_reading()
             self.buffer_updated(0)
 
-    def _begin(self, stream: Stream, head: CallHead, fresh: list[GrpcCall]) -> None:
+    def _begin(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
         try:
             call = stream.call = self.front.begin(self, stream, head)
         except Exception:
-            logger.exception("a call could not begin")
+            logger.exception("a call could not be started")
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.ended:
-                fresh.append(call)
+                new_calls.append(call)
 
     def flush(self) -> None:
         """Write the pending frames, unless that follows in this turn anyway."""
@@ -236,7 +237,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if transport is None:
             return
         if sending.waiting:
-            self._look_soon()
+            self._schedule_check()
         if not ready and self._tls is None:
             return
         if self._tls is not None:
@@ -276,7 +277,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
         """Watch the time limit of a call's message."""
         self._arriving[call] = arriving
-        self._look_soon()
+        self._schedule_check()
 
     def unwatch(self, call: GrpcCall) -> None:
         """End the watch, since the message has arrived or the call has ended."""
@@ -289,23 +290,24 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.lifetime.shutting_down:
             self.lifetime.call_ended()
 
-    def _look_soon(self) -> None:
-        if self._looking is None:
-            self._looking = self.loop.call_later(self.front.body_timeout_s / _LOOKS, self._look)
+    def _schedule_check(self) -> None:
+        if self._check_timer is None:
+            interval_s = self.front.body_timeout_s / _CHECKS
+            self._check_timer = self.loop.call_later(interval_s, self._check_time_limits)
 
-    def _look(self) -> None:
-        self._looking = None
+    def _check_time_limits(self) -> None:
+        self._check_timer = None
         now = time.monotonic()
         for call, arriving in list(self._arriving.items()):
             if arriving.overdue(now):
-                call.late()
+                call.on_timeout()
         blocked = tuple(self.http2.sending.waiting)
         patience_s = self.front.body_timeout_s
         self._stalled = {
             stream: self._stalled.get(stream, (now, stream.sent)) for stream in blocked
         }
-        for stream, (since, sent) in list(self._stalled.items()):
-            if now - since < patience_s:
+        for stream, (stalled_at, sent) in list(self._stalled.items()):
+            if now - stalled_at < patience_s:
                 continue
             if stream.sent - sent >= patience_s * SLOWEST_RATE:
                 self._stalled[stream] = now, stream.sent
@@ -313,7 +315,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._reset_stalled(stream)
         self.flush()
         if self._arriving or self._stalled:
-            self._look_soon()
+            self._schedule_check()
 
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
@@ -324,7 +326,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         del self._stalled[stream]
         self.http2.reset(stream, FaultCode.CANCEL)
         if stream.call is not None:
-            stream.call.gone()
+            stream.call.disconnected()
 
 
 class BrokenTls(Exception):
@@ -382,26 +384,27 @@ class TlsLayer:
 
 
 _ALIVE, _SHUTTING_DOWN = b"alive?\0\0", b"leaving\0"
-_SPREAD = 0.1  # of an age, so that clients do not reconnect at the same time
+_SPREAD = 0.1  # a random part of the age, so that clients do not reconnect at the same time
 _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
 class ConnectionLifetime:
     """The timers of one connection."""
 
-    def __init__(self, connection: Carrier) -> None:
+    def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
         self._settings = connection.front.settings
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._frames = 0  # received frames at the last check
-        self._pings_sent = 0  # since the last data
+        self._pings_sent = 0  # pings that were sent since the last data
         self._data_sent = 0
         self._pings = 0
         self._last_ping = float("-inf")
         self._strikes = 0
         self.shutting_down = False
-        self.needs_received = bool(self._settings.max_ping_strikes)  # Call `received`.
+        # Whether `received` must be called.
+        self.needs_received = bool(self._settings.max_ping_strikes)
 
     def begin(self) -> None:
         """Start the timers."""
@@ -409,7 +412,7 @@ class ConnectionLifetime:
         self._later("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
             spread = random.uniform(1 - _SPREAD, 1 + _SPREAD)
-            self._later("age", settings.max_connection_age_ms / 1000 * spread, self._too_old)
+            self._later("age", settings.max_connection_age_ms / 1000 * spread, self._on_max_age)
 
     def end(self) -> None:
         """Stop the timers, since the connection is closed."""
@@ -466,15 +469,15 @@ class ConnectionLifetime:
             self._data_sent, self._strikes = http2.sending.frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
-        soon = now - self._last_ping < settings.min_ping_interval_ms / 1000
-        self._strikes += received if soon else received - 1
+        is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000
+        self._strikes += received if is_early else received - 1
         self._last_ping = now
         if self._strikes > settings.max_ping_strikes:
             http2.fail(FaultCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
     # --- ends
 
-    def _too_old(self) -> None:
+    def _on_max_age(self) -> None:
         self.shut_down()
         grace_ms = self._settings.max_connection_age_grace_ms
         if grace_ms:
@@ -490,9 +493,9 @@ class ConnectionLifetime:
             self.call_ended()
             return
         self.shutting_down = self.needs_received = True
-        self._connection.http2.refuse_more(finally_=False)
+        self._connection.http2.send_goaway(final=False)
         if refuses:
-            self._connection.http2.refuse_more(finally_=True)
+            self._connection.http2.send_goaway(final=True)
         self._connection.http2.ping(_SHUTTING_DOWN)
         self._later("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
@@ -502,16 +505,16 @@ class ConnectionLifetime:
         timer = self._timers.pop("ping", None)
         if timer is not None:
             timer.cancel()
-            self._connection.http2.refuse_more(finally_=True)
+            self._connection.http2.send_goaway(final=True)
             self._connection.flush()
-        self._loop.call_soon(self._settle)  # the end of a call is not written yet
+        self._loop.call_soon(self._report_if_drained)  # after the end of a call was written
 
-    def _settle(self) -> None:
+    def _report_if_drained(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]
         if not calls:
             self._connection.force_close()
-        if not any(call is not None and call.awaited for call in calls):
-            self._connection.settled()
+        if not any(call is not None and call.delays_drain for call in calls):
+            self._connection.report_drained()
 
     def call_ended(self) -> None:
         """Handle the end of a call."""

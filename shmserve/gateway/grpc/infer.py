@@ -18,10 +18,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.context import UNLIMITED, Gateway, awaits_load, loaded
+from shmserve.gateway.context import UNLIMITED, Gateway, awaits_load, resolve_model
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
-from shmserve.gateway.grpc.calls.messages import Sink, release
+from shmserve.gateway.grpc.calls.messages import release
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
 from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
@@ -67,7 +67,7 @@ class RequestRefused(Exception):
         self.error = error
         self.request_id = request_id
 
-    def bare(self) -> RequestRefused:
+    def without_traceback(self) -> RequestRefused:
         """Remove the frames of the traceback, which refer to the request, and return the error."""
         for error in (self, self.error):
             error.__traceback__ = error.__context__ = None
@@ -93,13 +93,14 @@ class Inferences(ActiveCount):
             inference = self.begin(raw, call, headers, partial(self._respond, call))
         except Exception as error:
             if isinstance(error, RequestRefused) and self.awaits_load(raw):
-                call.on_gone = asyncio.ensure_future(self._infer_once_loaded(raw, call)).cancel
+                task = asyncio.ensure_future(self._infer_once_loaded(raw, call))
+                call.on_disconnect = task.cancel
             else:
                 call.fail(*_ending(error, call))
             return
         if not call.done:
             self.active += 1
-            call.on_gone = inference.cancel
+            call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
 
     async def _infer_once_loaded(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
@@ -108,7 +109,7 @@ class Inferences(ActiveCount):
         except Exception as error:
             call.fail(*_ending(error, call))
         else:
-            call.on_gone = None
+            call.on_disconnect = None
             self.infer(raw, call)
 
     def _respond(self, call: UnaryCall, inference: UnaryInference) -> None:
@@ -119,7 +120,7 @@ class Inferences(ActiveCount):
         else:
             call.finish(response)
 
-    # --- in
+    # --- requests
 
     def headers(self, head: CallHead) -> Mapping[str, str]:
         """Return the metadata of a call that becomes parameters of its requests, sorted.
@@ -130,10 +131,10 @@ class Inferences(ActiveCount):
         pattern = self.gateway.settings.grpc_header_forward_pattern
         if not pattern:
             return _NO_HEADERS
-        given = sorted((key, value) for key, value in head.metadata if type(value) is str)
-        return forwarded_headers(pattern, given)
+        metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
+        return forwarded_headers(pattern, metadata)
 
-    def sink(self, head: CallHead, size: int) -> Sink:
+    def sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
         """Return the destination of a large request, which is received into the arena."""
         return RequestSink(partial(self._receive, head, size))
 
@@ -160,18 +161,18 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built = self._read(raw, headers, streamed=on_streamed is not None)
-        how: tuple[Any, ...] = (UnaryInference, on_response, True)
+        inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
         if built.model.decoupled:
             if on_streamed is None:
                 built.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
-            how = (StreamingInference, on_streamed)
+            inference_args = (StreamingInference, on_streamed)
         limit = UNLIMITED
         if call.head.timeout_s is not None:
             limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit(
-                *(self.gateway, built, call.client, arrived_ns, *how),
+                *(self.gateway, built, call.client, arrived_ns, *inference_args),
                 call_limit=limit,
                 traceparent=call.head.traceparent,
             )
@@ -187,7 +188,7 @@ class Inferences(ActiveCount):
             if not raw.built.model.published and self.awaits_load(raw):
                 raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
             return raw.built
-        if headers:  # parameters that the message does not contain
+        if headers:  # Metadata are parameters that the message does not contain.
             return self._parse(raw, None, headers, streamed=streamed)
         try:
             built = self._prepared.find(raw)
@@ -226,7 +227,7 @@ class Inferences(ActiveCount):
         except ShmserveError as error:
             raise RequestRefused(error, request_id) from None
         if template is not None:
-            self._prepared.remember(parts, request, model, template)
+            self._prepared.store(parts, request, model, template)
         return built
 
     def _receive(
@@ -260,7 +261,7 @@ class Inferences(ActiveCount):
         except (ShmserveError, DecodeError):
             return None
 
-    # --- out
+    # --- responses
 
     def response(self, inference: UnaryInference) -> bytes:
         """Return the serialized ModelInferResponse of an inference whose response has arrived.
@@ -293,9 +294,9 @@ class Inferences(ActiveCount):
             inference.release_outputs(inferred)
         self.gateway.malloc_trim.soon(len(encoded))
         if built.responses is not None and _is_plain(built.infer_request, inferred):
-            placed = _placed(built.infer_request)
-            template = self.encoder.template(built.model, schema, inferred, placed)
-            built.responses.remember(schema, template)
+            in_regions = built.infer_request.region_outputs
+            template = self.encoder.template(built.model, schema, inferred, in_regions)
+            built.responses.store(schema, template)
         return encoded
 
     def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
@@ -307,13 +308,13 @@ class Inferences(ActiveCount):
         """
         request = built.infer_request
         shown = classified_as_requested(self.gateway, built.model, request, inferred)
-        placed = _placed(request)
+        in_regions = request.region_outputs
         contents: list[bytes | memoryview] = []
         for tensor in shown.outputs:
-            in_region = tensor.name in placed
-            contents.append(b"" if in_region else output_bytes(self.gateway, tensor))
-        kept = schema if shown is inferred else b""
-        return self.encoder.encode(built.model, request.id, kept, shown, contents)
+            is_sent = tensor.name not in in_regions
+            contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
+        cacheable_schema = schema if shown is inferred else b""
+        return self.encoder.encode(built.model, request.id, cacheable_schema, shown, contents)
 
     # --- models that are loaded on demand
 
@@ -336,19 +337,21 @@ class Inferences(ActiveCount):
         """
         if isinstance(raw, bytes):
             message = _parsed(raw)
-            asked, name, version = infer_request(message), message.model_name, message.model_version
+            request = infer_request(message)
+            name, version = message.model_name, message.model_version
         else:
             model = raw.built.model
-            asked, name, version = raw.built.infer_request, model.name, model.version
+            request, name, version = raw.built.infer_request, model.name, model.version
         self.active += 1
         try:
-            own_us = asked.timeout_us if self.gateway.settings.request_timeout_is_deadline else 0
-            limits = (asked.deadline_us, own_us, _limit_us(remaining_s))
-            await loaded(self.gateway, name, version, *limits)
+            is_deadline = self.gateway.settings.request_timeout_is_deadline
+            timeout_us = request.timeout_us if is_deadline else 0
+            limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
+            await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
             release(raw)
             if isinstance(error, ShmserveError):
-                raise RequestRefused(error, asked.id) from None
+                raise RequestRefused(error, request.id) from None
             raise
         finally:
             self.decrement()
@@ -373,13 +376,8 @@ def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
     """Return whether no output is classified, or in the memory of a worker."""
     if not inferred.outputs or any(output.classes for output in request.outputs):
         return False
-    placed = _placed(request)
-    return all(type(each.data) is bytes or each.name in placed for each in inferred.outputs)
-
-
-def _placed(request: InferRequest) -> set[str]:
-    """Return the names of the outputs in regions."""
-    return {output.name for output in request.outputs if output.memory_range is not None}
+    in_regions = request.region_outputs
+    return all(type(each.data) is bytes or each.name in in_regions for each in inferred.outputs)
 
 
 def _limit_us(remaining_s: float | None) -> int:

@@ -42,7 +42,7 @@ def run(data: bytes, *fds: int) -> None:
 class GrpcFrontend(process.Frontend):
     """The gRPC servers, on listening sockets."""
 
-    keeps_busy = True
+    refuses_while_busy = True
 
     def __init__(
         self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]

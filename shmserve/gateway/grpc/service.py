@@ -60,7 +60,7 @@ class Rpc:
     handler: Handler | None = None
 
 
-_PLAIN: tuple[tuple[str, type[Message], Handler], ...] = (
+_ADMIN_RPCS: tuple[tuple[str, type[Message], Handler], ...] = (
     ("health", pb.ServerLiveRequest, AdminCall.server_live),
     ("health", pb.ServerReadyRequest, AdminCall.server_ready),
     ("health", pb.ModelReadyRequest, AdminCall.model_ready),
@@ -99,7 +99,7 @@ RPCS: dict[str, Rpc] = {
     _HEALTH + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
     **{
         _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
-        for scope, request, handler in _PLAIN
+        for scope, request, handler in _ADMIN_RPCS
     },
 }
 
@@ -117,14 +117,14 @@ class Service:
         self._health_changed = asyncio.Event()
         self._handling: set[asyncio.Task[None]] = set()
         self._begins: dict[str, Begin] = {
-            path: _unary(self._plain(path, rpc))
+            path: _unary(self._task_handler(path, rpc))
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
         self._begins[MODEL_INFER] = _unary(inferences.infer, inferences.sink)
         stream = partial(_stream_infer, inferences)
         self._begins[MODEL_STREAM_INFER] = _stream(stream, sinks=inferences.sink)
-        self._begins[HEALTH_WATCH] = _stream(self._watch, awaited=True)
+        self._begins[HEALTH_WATCH] = _stream(self._watch, first_in_time=True)
         for path in REFLECTIONS:
             self._begins[path] = _stream(reflect)
 
@@ -141,7 +141,7 @@ class Service:
             error = _refusal(connection.client, RPCS[head.path].scope, head)
             ending = None if error is None else ending_of(error)
         if ending is not None or begin is None:
-            call = UnaryCall(connection, stream, head, _never)
+            call = UnaryCall(connection, stream, head, _ignore_message)
             call.fail(*(ending or UNKNOWN_METHOD))
             return call
         return begin(connection, stream, head)
@@ -151,7 +151,7 @@ class Service:
         self._health_changed.set()
         self._health_changed = asyncio.Event()
 
-    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
+    def _task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
         """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
@@ -174,7 +174,7 @@ class Service:
             task = asyncio.ensure_future(respond(raw, call))
             self._handling.add(task)
             task.add_done_callback(self._handling.discard)
-            call.on_gone = task.cancel
+            call.on_disconnect = task.cancel
 
         return begin
 
@@ -196,13 +196,13 @@ class Service:
 def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
     """Return the error if a client may not use the API of this scope."""
     rules = client.listener.authorisation
-    given = {key: value for key, value in head.metadata if type(value) is str}
-    if client.known:
-        return rules.refuse_restricted(scope, given)
-    return rules.authorise(scope, given)
+    metadata = {key: value for key, value in head.metadata if type(value) is str}
+    if client.is_server_user:
+        return rules.refuse_restricted(scope, metadata)
+    return rules.authorise(scope, metadata)
 
 
-def _never(_: bytes, call: UnaryCall) -> None:
+def _ignore_message(_: bytes, call: UnaryCall) -> None:
     """Ignore the message of a call that has ended."""
 
 
@@ -210,12 +210,14 @@ def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
     return partial(UnaryCall, on_message=on_message, sinks=sinks)
 
 
-def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
-    """Return the factory of streaming calls; `awaited` gives the first message a time limit."""
+def _stream(
+    handler: StreamHandler, *, first_in_time: bool = False, sinks: Sinks | None = None
+) -> Begin:
+    """Return the factory of streaming calls; `first_in_time` limits the wait for a message."""
 
     def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
         call = StreamingCall(connection, stream, head, sinks)
-        if awaited:
+        if first_in_time:
             call.await_message()
         call.run(handler)
         return call

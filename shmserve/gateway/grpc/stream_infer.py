@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.inference import Inferred
 # counts as `_LEAST` bytes, so that at most 1024 requests are in flight.
 _WINDOW = 32 * 1024 * 1024
 _LEAST = _WINDOW // 1024
-_MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
+_MOST_BYTES_AT_ONCE = 32 * 1024  # bytes of responses that are written together
 
 _Ordered = UnaryInference | RequestRefused
 
@@ -49,20 +49,20 @@ class _Window:
     """Flow control of requests in flight, in bytes; the last request may exceed the limit."""
 
     def __init__(self, size: int) -> None:
-        self._left = size
-        self._more = asyncio.Event()
+        self._free = size
+        self._enlarged = asyncio.Event()
 
-    async def take(self, size: int) -> None:
+    async def reserve(self, size: int) -> None:
         """Wait until the window is open, and reduce it. Only one task may wait."""
-        while self._left <= 0:
-            self._more.clear()
-            await self._more.wait()
-        self._left -= size
+        while self._free <= 0:
+            self._enlarged.clear()
+            await self._enlarged.wait()
+        self._free -= size
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Enlarge the window."""
-        self._left += size
-        self._more.set()
+        self._free += size
+        self._enlarged.set()
 
 
 class StreamEntry:
@@ -112,7 +112,7 @@ class StreamEntry:
             return streamed_error(error.message, *names, final=final), inferred
         if not final and self._plain and self.request.templates.find(schema) is None:
             template = self._inferences.encoder.template(model, schema, inferred, ())
-            self.request.templates.remember(schema, template)
+            self.request.templates.store(schema, template)
         return streamed(response, final=final), inferred
 
 
@@ -151,12 +151,13 @@ class _Stream:
         self._headers = inferences.headers(self._call.head)
         self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
-        self._ordered: deque[tuple[_Ordered, int]] = deque()  # with the size of each
-        self._open: dict[StreamingInference, StreamEntry] = {}
+        # With the bytes that each occupies in the window.
+        self._ordered: deque[tuple[_Ordered, int]] = deque()
+        self._decoupled: dict[StreamingInference, StreamEntry] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, Message]] = deque()
         self._ended = False  # the client has half-closed the call
-        self._news = asyncio.Event()
+        self._progress = asyncio.Event()
         self.total = 0
         self.trim = inferences.gateway.malloc_trim
 
@@ -166,7 +167,7 @@ class _Stream:
             async for raw in self._call.requests():
                 size = max(len(raw), _LEAST)
                 try:
-                    await self._window.take(size)
+                    await self._window.reserve(size)
                 except BaseException:
                     release(raw)
                     raise
@@ -175,41 +176,41 @@ class _Stream:
                 self.trim.soon(len(raw))
         finally:
             self._ended = True
-            self._news.set()
+            self._progress.set()
 
     async def _take(self, raw: bytes | ArrivingRequest, size: int) -> None:
-        inferences, item = self._inferences, self._submitted(raw)
-        if isinstance(item, RequestRefused) and inferences.awaits_load(raw):
+        inferences, entry = self._inferences, self._submitted(raw)
+        if isinstance(entry, RequestRefused) and inferences.awaits_load(raw):
             try:
                 await inferences.load(raw, self._call.time_remaining())
             except RequestRefused as refused:
-                item = refused.bare()
+                entry = refused.without_traceback()
             else:
-                item = self._submitted(raw)
-        if not isinstance(item, RequestRefused):
+                entry = self._submitted(raw)
+        if not isinstance(entry, RequestRefused):
             inferences.active += 1
-        if isinstance(item, StreamingInference):
-            self._open[item] = StreamEntry(inferences, item, size)
+        if isinstance(entry, StreamingInference):
+            self._decoupled[entry] = StreamEntry(inferences, entry, size)
             return
-        self._ordered.append((item, size))
-        if _is_done(item):
-            self._news.set()
+        self._ordered.append((entry, size))
+        if _is_done(entry):
+            self._progress.set()
 
     def _submitted(
         self, raw: bytes | ArrivingRequest
     ) -> UnaryInference | StreamingInference | RequestRefused:
-        how = (self._headers, self._arrived, self._responded)
+        callbacks = (self._headers, self._on_response, self._on_streamed)
         try:
-            return self._inferences.begin(raw, self._call, *how)
+            return self._inferences.begin(raw, self._call, *callbacks)
         except RequestRefused as refused:
-            return refused.bare()
+            return refused.without_traceback()
 
-    def _arrived(self, _: UnaryInference) -> None:
-        self._news.set()
+    def _on_response(self, _: UnaryInference) -> None:
+        self._progress.set()
 
-    def _responded(self, request: StreamingInference, message: Message) -> None:
+    def _on_streamed(self, request: StreamingInference, message: Message) -> None:
         self._outbox.append((request, message))
-        self._news.set()
+        self._progress.set()
 
     async def write(self, stall_s: float) -> None:
         """Write responses until the client has half-closed the call and has all of them.
@@ -217,31 +218,31 @@ class _Stream:
         Raises:
             TimeoutError: The client does not read a response within `stall_s` seconds.
         """
-        together = 1
+        byte_limit = 1
         while True:
-            self._news.clear()
+            self._progress.clear()
             idle = True
             if self._outbox:
-                await self._write_outbox(together, stall_s)
+                await self._write_outbox(byte_limit, stall_s)
                 idle = False
             if self._ordered and _is_done(self._ordered[0][0]):
-                await self._write_ordered(together, stall_s)
+                await self._write_ordered(byte_limit, stall_s)
                 idle = False
-            together = _MOST_BYTES_AT_ONCE
+            byte_limit = _MOST_BYTES_AT_ONCE
             if idle:
-                if self._ended and not (self._ordered or self._open):
+                if self._ended and not (self._ordered or self._decoupled):
                     return
-                await self._news.wait()
-                together = 1  # the first response is not delayed by others
+                await self._progress.wait()
+                byte_limit = 1  # the first response is not delayed by others
 
-    async def _write_outbox(self, together: int, stall_s: float) -> None:
-        """Write responses of decoupled models, until they have `together` bytes."""
+    async def _write_outbox(self, byte_limit: int, stall_s: float) -> None:
+        """Write responses of decoupled models, until they have `byte_limit` bytes."""
         responses: list[bytes] = []
         written: list[tuple[StreamEntry, Inferred | None, bool]] = []
         size = 0
-        while self._outbox and size < together:
+        while self._outbox and size < byte_limit:
             request, message = self._outbox[0]
-            streamed_request = self._open[request]
+            streamed_request = self._decoupled[request]
             try:
                 response, inferred = streamed_request.encode(message, strict=self._strict)
             except ShmserveError:
@@ -258,22 +259,22 @@ class _Stream:
         for streamed_request, inferred, last in written:
             streamed_request.request.credit(inferred)
             if last:
-                del self._open[streamed_request.request]
+                del self._decoupled[streamed_request.request]
                 self._inferences.decrement()
-                self._window.give(streamed_request.size)
+                self._window.release(streamed_request.size)
 
-    async def _write_ordered(self, together: int, stall_s: float) -> None:
-        """Write the responses that are next in order, until they have `together` bytes."""
+    async def _write_ordered(self, byte_limit: int, stall_s: float) -> None:
+        """Write the responses that are next in order, until they have `byte_limit` bytes."""
         responses: list[bytes] = []
-        size = window = taken = 0
+        size = window = inference_count = 0
         try:
-            while self._ordered and size < together and _is_done(self._ordered[0][0]):
-                item, occupied = self._ordered[0]
+            while self._ordered and size < byte_limit and _is_done(self._ordered[0][0]):
+                entry, occupied = self._ordered[0]
                 self._ordered.popleft()
-                taken += isinstance(item, UnaryInference)
+                inference_count += isinstance(entry, UnaryInference)
                 window += occupied
                 try:
-                    response = self._response(item)
+                    response = self._response(entry)
                 except ShmserveError:
                     await self._send(responses, stall_s)
                     raise
@@ -281,21 +282,21 @@ class _Stream:
                 size += len(response)
             await self._send(responses, stall_s)
         finally:
-            for _ in range(taken):
+            for _ in range(inference_count):
                 self._inferences.decrement()
-        self._window.give(window)
+        self._window.release(window)
 
-    def _response(self, item: _Ordered) -> bytes:
+    def _response(self, entry: _Ordered) -> bytes:
         try:
-            if isinstance(item, RequestRefused):
-                raise item.error
-            return streamed(self._inferences.response(item))
+            if isinstance(entry, RequestRefused):
+                raise entry.error
+            return streamed(self._inferences.response(entry))
         except ShmserveError as error:
             if self._strict:
                 raise
-            if isinstance(item, RequestRefused):
-                return streamed_error(error.message, item.request_id)
-            return streamed_error(error.message, item.submit.request_id, item.built.model.name)
+            if isinstance(entry, RequestRefused):
+                return streamed_error(error.message, entry.request_id)
+            return streamed_error(error.message, entry.submit.request_id, entry.built.model.name)
 
     async def _send(self, responses: Sequence[bytes], stall_s: float) -> None:
         if not responses:
@@ -306,18 +307,18 @@ class _Stream:
     def cancel(self) -> None:
         """Cancel all requests in flight, since the call ends early."""
         while self._ordered:
-            item, _ = self._ordered.popleft()
-            if isinstance(item, UnaryInference):
-                item.cancel()
+            entry, _ = self._ordered.popleft()
+            if isinstance(entry, UnaryInference):
+                entry.cancel()
                 self._inferences.decrement()
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
-        for streamed_request in self._open.values():
+        for streamed_request in self._decoupled.values():
             streamed_request.request.cancel()
             self._inferences.decrement()
-        self._open.clear()
+        self._decoupled.clear()
 
 
-def _is_done(item: _Ordered) -> bool:
-    return isinstance(item, RequestRefused) or item.message is not None
+def _is_done(entry: _Ordered) -> bool:
+    return isinstance(entry, RequestRefused) or entry.message is not None

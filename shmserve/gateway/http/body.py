@@ -33,7 +33,12 @@ from shmserve.gateway.compression import (
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.fingerprint import Fingerprint, remember, repeat, worth_preparing
+from shmserve.gateway.http.json.fingerprint import (
+    Fingerprint,
+    repeat,
+    store_template,
+    worth_preparing,
+)
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.parser import LARGE, JsonFault, Numbers, loads, loads_large
 from shmserve.gateway.http.messages import (
@@ -95,7 +100,14 @@ async def read_json(
     check: Check | None = None,
     parse: Callable[[bytes], Any] = loads,
 ) -> Any:
-    """Return the body of a request as JSON; an empty body is {} unless a body is `required`.
+    """Return the parsed JSON body of a request.
+
+    Args:
+        gateway: The gateway.
+        request: The request.
+        required: Whether an empty body is an error; otherwise it is parsed as {}.
+        check: A check of a large body.
+        parse: The parser.
 
     Raises:
         JsonFault: The body is not JSON.
@@ -162,14 +174,14 @@ class Body:
             BrokenBody: The framing is invalid.
         """
         if self.arrival.received == 0 and not self._content.is_eof():
-            self._invite()
+            self._send_continue()
         read = self._next_chunks() if self._chunked else self._content.readany()
         try:
             return await self.arrival.next(read)
         except MalformedBody:
             raise BrokenBody("malformed HTTP request body") from None
 
-    def _invite(self) -> None:
+    def _send_continue(self) -> None:
         """Send the interim response that some clients await before they send a body."""
         if self._request.headers.get(EXPECT, "").lower() == "100-continue":
             transport = self._request.connection.transport
@@ -222,7 +234,7 @@ class Body:
                 while size <= limit and (piece := await self.next()):
                     pieces.append(piece)
                     size += len(piece)
-                    self.arrival.hold(len(piece))
+                    self.arrival.reserve(len(piece))
                 if check is not None and LARGE < size <= limit:
                     await check(pieces)
                 whole = b"".join(pieces)
@@ -244,7 +256,7 @@ class Body:
             while chunk := await self.next():
                 for piece in inflater.feed(chunk):
                     pieces.append(piece)
-                    self.arrival.hold(len(piece))
+                    self.arrival.reserve(len(piece))
                     await asyncio.sleep(0)
             inflater.finish()
             return b"".join(pieces)
@@ -264,7 +276,7 @@ class Body:
         start = bytearray()
         while len(start) < size and (piece := await self.next()):
             start += piece
-            self.arrival.hold(len(piece))
+            self.arrival.reserve(len(piece))
         return bytes(start)
 
     async def read_tensors(self, tensors: ArrivingTensors, start: bytes = b"") -> bool:
@@ -288,42 +300,42 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     """
     headers = request.headers
     pattern = gateway.settings.http_header_forward_pattern
-    extra = forwarded_headers(pattern, headers.items()) if pattern else _NO_HEADERS
+    forwarded = forwarded_headers(pattern, headers.items()) if pattern else _NO_HEADERS
     header_length = headers.get(HEADER_LENGTH)
     content = request.content
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
         body, content.data = content.data, b""
     else:
-        read = await _read(gateway, model, request, header_length, extra)
+        read = await _read(gateway, model, request, header_length, forwarded)
         if isinstance(read, BuiltRequest):
             return read
         body = read
     size = header_size(header_length, len(body))
     if not size:
-        return _raw(gateway, model, body, extra)
+        return _raw(gateway, model, body, forwarded)
     limit = gateway.settings.max_input_size
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
-    if size <= limit and not extra:
-        known = repeat(model.prepared, fingerprint, body, size)
-        if known is not None:
-            return known
+    if size <= limit and not forwarded:
+        repeated = repeat(model.prepared, fingerprint, body, size)
+        if repeated is not None:
+            return repeated
     try:
         infer_request = await _parse(body[:size], len(body) - size, model, limit)
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
             raise JsonFault(error.message + _RAW_HINT) from None
         raise
-    infer_request.parameters |= extra
-    if extra or not worth_preparing(model.prepared, fingerprint):
+    infer_request.parameters |= forwarded
+    if forwarded or not worth_preparing(model.prepared, fingerprint):
         return build(gateway, model, infer_request, body, size)
     built, template = build_with_template(gateway, model, infer_request, body, size)
     if template is not None:
-        remember(model.prepared, fingerprint, infer_request, template)
+        store_template(model.prepared, fingerprint, infer_request, template)
     return built
 
 
-async def own_limit_us(gateway: Gateway, request: HttpRequest) -> int:
+async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     """Return the time limit in the body of a request, in microseconds; 0 means no limit.
 
     The whole body is read and kept. Faults of the body are ignored, since `read_request` reports
@@ -339,20 +351,22 @@ async def own_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     request.content = WholeBody(whole)
     with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError):
         header = loads(whole[: header_size(request.headers.get(HEADER_LENGTH), len(whole))])
-        given = header.get("parameters", {})
-        limits_us = [int(given.get("deadline_us", 0))]
+        parameters = header.get("parameters", {})
+        limits_us = [int(parameters.get("deadline_us", 0))]
         if gateway.settings.request_timeout_is_deadline:
-            limits_us.append(int(given.get("timeout", 0)))
+            limits_us.append(int(parameters.get("timeout", 0)))
         return min(filter(None, limits_us), default=0)
     return 0
 
 
-def _raw(gateway: Gateway, model: GatewayModel, body: bytes, extra: dict[str, str]) -> BuiltRequest:
+def _raw(
+    gateway: Gateway, model: GatewayModel, body: bytes, forwarded: dict[str, str]
+) -> BuiltRequest:
     limit = gateway.settings.max_input_size
     if len(body) > limit:
         raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
     infer_request, body = raw_request(model.signature, body)
-    infer_request.parameters |= extra
+    infer_request.parameters |= forwarded
     return build(gateway, model, infer_request, body)
 
 
@@ -361,7 +375,7 @@ async def _read(
     model: GatewayModel,
     request: HttpRequest,
     header_length: str | None,
-    extra: dict[str, str],
+    forwarded: dict[str, str],
 ) -> bytes | BuiltRequest:
     """Return a body that is compressed or still arriving, or the request if it is large."""
     body = Body(request, gateway.settings, gateway.body_budget)
@@ -379,7 +393,7 @@ async def _read(
     tail_size = body.declared - size if size else 0
     if tail_size > INLINE_LIMIT:
         try:
-            return await _receive(gateway, model, request, body, size, extra)
+            return await _receive(gateway, model, request, body, size, forwarded)
         finally:
             body.arrival.release_budget()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
@@ -391,7 +405,7 @@ async def _receive(
     request: HttpRequest,
     body: Body,
     size: int,
-    extra: dict[str, str],
+    forwarded: dict[str, str],
 ) -> BuiltRequest:
     """Read the header, which has `size` bytes, and receive the tensors into the arena."""
     limit = gateway.settings.max_input_size
@@ -401,13 +415,13 @@ async def _receive(
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
     infer_request = await _parse(start[:size], body.declared - size, model, limit)
-    infer_request.parameters |= extra
+    infer_request.parameters |= forwarded
     arriving = receive(gateway, model, infer_request, body.declared)
     try:
         if arriving.built.regions:
             # A client must not hold regions of another user while its body arrives.
             authorise(arriving.built.regions, request.connection.client.peer())
-        with body.arrival.keeping(arriving.release):
+        with body.arrival.registered_block(arriving.release):
             if not await body.read_tensors(arriving, start[size:]):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:

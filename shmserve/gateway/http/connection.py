@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
 _IDLE_S = 3600.0  # Idle keep-alive connections cost nothing.
 _LINGER_S = 2.0
-_LAST_REQUEST_S = 0.5  # for a last request, whose response closes the connection
+_LAST_REQUEST_S = 0.5  # the time for a last request, whose response closes the connection
 
 
 class HttpConnection(Incoming):
@@ -56,9 +56,10 @@ class HttpConnection(Incoming):
         self._owner = owner
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        # A request in flight without the task, or that the task has to take over.
+        # A request in flight that was begun without the task, or that the task has to finish.
         self._begun: BegunRequest | None = None
-        self._resting: asyncio.Future[None] | None = None  # the task waits for it meanwhile
+        # Awaited by the task during a request without the task.
+        self._idle_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
 
@@ -85,7 +86,7 @@ class HttpConnection(Incoming):
         if begun is not None:
             begun.cancel()
             self._app.decrement()
-        self.client.gone()
+        self.client.disconnected()
 
     def _end_if_idle(self) -> None:
         since = self.idle_since
@@ -106,35 +107,35 @@ class HttpConnection(Incoming):
 
     def _begin(self, repeat: Repeat, body: bytes) -> bool:
         # The request may fail before `repeat` returns. The task then takes over the request.
-        resting = self._resting = self._waiter
+        waiter = self._idle_waiter = self._waiter
         self._waiter = None
-        begun = repeat(body, self._answer)
+        begun = repeat(body, self._write_response)
         if begun is None:
-            self._resting, self._waiter = None, resting
+            self._idle_waiter, self._waiter = None, waiter
             return False
         self._begun = begun
         self._busy = True
         self._app.active += 1
         return True
 
-    def _answer(self, body: bytes | None, headers: bytes = JSON) -> None:
-        resting, self._resting = self._resting, None
-        assert resting is not None
+    def _write_response(self, body: bytes | None, headers: bytes = JSON) -> None:
+        waiter, self._idle_waiter = self._idle_waiter, None
+        assert waiter is not None
         if body is None:
-            resting.set_result(None)  # the task takes over
+            waiter.set_result(None)  # the task takes over
             return
         self._begun = None
         self._busy = False
         self._since = self._loop.time()
         transport = self.transport
         if transport is None or transport.is_closing():
-            resting.cancel()  # the task ends with the connection
+            waiter.cancel()  # the task ends with the connection
         else:
             transport.write(_OK % (len(body), headers) + body)
             if self._messages or self.writing_paused:
-                resting.set_result(None)
+                waiter.set_result(None)
             else:
-                self._waiter = resting
+                self._waiter = waiter
         self._app.decrement()
 
     # --- requests, one after the other
@@ -166,7 +167,7 @@ class HttpConnection(Incoming):
             logger.exception("a connection failed")
         self._busy = False
         self._task = None
-        # Pipelined requests behind the last one are dropped.
+        # Pipelined requests after the last one are dropped.
         messages.clear()
         self._close()
 
@@ -184,11 +185,11 @@ class HttpConnection(Incoming):
             self._refuse(first)
             return None
         self._busy = True
-        self._dequeued(len(self._messages))
+        self._on_dequeued(len(self._messages))
         request = HttpRequest(*first, self)
-        request.closes |= self.last
+        request.closes |= self.closes_next
         if first[0].upgrade:
-            # aiohttp's parser drops bytes behind an offer of another protocol. The connection is
+            # aiohttp's parser drops the bytes after an offer of another protocol. The connection is
             # kept only if these bytes can be found.
             request.closes |= self._missing < 0 or request.method == "CONNECT"
         return request
@@ -225,14 +226,14 @@ class HttpConnection(Incoming):
             return
         if content.exception() is not None:
             return
-        self._awaiting = True
+        self._awaits_body = True
         self._start_timeout(self._settings.body_timeout_s)
         try:
             await content.wait_eof()
         except (TimeoutError, MalformedBody):
             return  # The stream raises the exception again when it is read.
         finally:
-            self._awaiting = False
+            self._awaits_body = False
 
 
 async def _linger(content: StreamReader | WholeBody) -> None:

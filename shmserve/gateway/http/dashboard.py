@@ -49,11 +49,11 @@ from shmserve.ipc.transport.frames import unpack
 
 logger = logging.getLogger(__name__)
 
-_MOST_VIEWERS = 32  # scrapes share their listener
+_MOST_VIEWERS = 32  # limited because scrapes share the listener
 _EVERY_S = 1.0
 _COST = 10  # A snapshot takes at most 1/10 of the time.
 _LONGEST_S = 5.0
-_PROCESSES_EVERY = 5  # snapshots, since /proc is read for each process
+_PROCESSES_EVERY = 5  # Processes are read with every fifth snapshot, since /proc is slow.
 _STATE_S = 1.0
 _HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
@@ -72,9 +72,9 @@ class LiveFigures:
         self._recorder: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ended = False
-        self._number = 0  # of the last look
-        self._whole = self._change = b""
-        self._looked = asyncio.Event()
+        self._number = 0  # the number of the last snapshot
+        self._whole_event = self._change_event = b""
+        self._snapshot_taken = asyncio.Event()
 
     def begin(self) -> None:
         """Record the history until the server exits."""
@@ -100,15 +100,15 @@ class LiveFigures:
             QueueFull: The feed has its maximum of viewers.
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
-            raise PermissionDenied("another site's page may not watch this server")
+            raise PermissionDenied("pages of other origins may not watch this server")
         if self._viewers >= _MOST_VIEWERS:
-            raise QueueFull(f"{_MOST_VIEWERS} watch this server already")
+            raise QueueFull(f"{_MOST_VIEWERS} already watch this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
     def end(self) -> None:
         """End the responses to all viewers, since the server exits."""
         self._ended = True
-        self._looked.set()
+        self._snapshot_taken.set()
         if self._recorder is not None:
             self._recorder.cancel()
 
@@ -118,9 +118,9 @@ class LiveFigures:
         try:
             while not self._ended:
                 if self._number == seen:
-                    await self._looked.wait()
+                    await self._snapshot_taken.wait()
                     continue
-                frame = self._change if seen == self._number - 1 else self._whole
+                frame = self._change_event if seen == self._number - 1 else self._whole_event
                 frame = frame if seen else self._first()
                 seen = self._number
                 yield (frame,)
@@ -130,12 +130,12 @@ class LiveFigures:
     def _first(self) -> bytes:
         """Return the first event for a viewer: the whole snapshot with the history."""
         history = orjson.dumps(self._history.shown())
-        return b'%b,"history":%b}\n\n' % (self._whole.rstrip()[:-1], history)
+        return b'%b,"history":%b}\n\n' % (self._whole_event.rstrip()[:-1], history)
 
     def _add_viewer(self) -> None:
         self._viewers += 1
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._look())
+            self._task = asyncio.get_running_loop().create_task(self._take_snapshots())
 
     def _remove_viewer(self) -> None:
         self._viewers -= 1
@@ -143,14 +143,14 @@ class LiveFigures:
             self._task.cancel()
             self._task, self._number = None, 0
 
-    async def _look(self) -> None:
+    async def _take_snapshots(self) -> None:
         watch = EventWatch(self._run_dir)
         try:
-            await watch.known(_STATE_S)
+            await watch.wait_for_state(_STATE_S)
             snapshot = _Snapshot(self._gateway, watch, self._figures, self._history)
             while True:
                 began_s = time.monotonic()
-                self._show(*await snapshot.take(began_s))
+                self._publish(*await snapshot.take(began_s))
                 took_s = time.monotonic() - began_s
                 await asyncio.sleep(min(max(_EVERY_S - took_s, _COST * took_s), _LONGEST_S))
         except Exception:
@@ -159,13 +159,13 @@ class LiveFigures:
         finally:
             watch.close()
 
-    def _show(self, whole: dict[str, Any], change: dict[str, Any]) -> None:
-        self._whole, self._change = (
+    def _publish(self, whole: dict[str, Any], change: dict[str, Any]) -> None:
+        self._whole_event, self._change_event = (
             SERVER_SENT_EVENTS.frame(orjson.dumps(e)) for e in (whole, change)
         )
         self._number += 1
-        looked, self._looked = self._looked, asyncio.Event()
-        looked.set()
+        taken_event, self._snapshot_taken = self._snapshot_taken, asyncio.Event()
+        taken_event.set()
 
 
 class _Snapshot:
@@ -181,7 +181,7 @@ class _Snapshot:
         self._cpu = CpuUtilization()
         self._models: dict[str, Row] = {}
         self._last_event = 0
-        self._looks = 0
+        self._count = 0
         self._host: dict[str, Any] = {}
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -222,10 +222,10 @@ class _Snapshot:
 
     def _server(self) -> dict[str, Any]:
         gateway = self._gateway
-        if self._looks % _PROCESSES_EVERY == 0:
+        if self._count % _PROCESSES_EVERY == 0:
             count, pss_bytes = proportional_bytes(os.getppid())
             self._host = {"processes": count, "pss_bytes": pss_bytes}
-        self._looks += 1
+        self._count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.all(), *gateway.regions.listed_only()]
         return {
@@ -259,23 +259,23 @@ class EventWatch:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
         self.newest: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self.count = 0
-        import zmq.asyncio  # A gateway whose figures are never watched does without it.
+        import zmq.asyncio  # Imported late, since most gateways have no viewer.
 
-        self._mine = secrets.token_hex(8)
-        self._known = asyncio.Event()
+        self._topic_suffix = secrets.token_hex(8)
+        self._state_received = asyncio.Event()
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.LINGER, 0)
         self._socket.connect(endpoints.events(run_dir))
-        for topic in (*_TOPICS, m.RECENT + self._mine, m.SNAPSHOT + self._mine):
+        for topic in (*_TOPICS, m.RECENT + self._topic_suffix, m.SNAPSHOT + self._topic_suffix):
             self._socket.subscribe(topic)
         self._task = asyncio.get_running_loop().create_task(self._read())
 
-    async def known(self, within_s: float) -> None:
+    async def wait_for_state(self, within_s: float) -> None:
         """Wait until the server's state has arrived, at most `within_s` seconds."""
         try:
             async with asyncio.timeout(within_s):
-                await self._known.wait()
+                await self._state_received.wait()
         except TimeoutError:
             pass  # No events are published: the figures are shown without states.
 
@@ -291,7 +291,7 @@ class EventWatch:
                     self.newest.append(shown | asdict(event))
                     self.count += 1
             if topic.startswith(m.SNAPSHOT.encode()):
-                self._known.set()
+                self._state_received.set()
 
     def _changed(self, event: m.ModelChanged) -> None:
         key = event.name, event.version

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
-from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.infer_request import (
@@ -47,12 +47,12 @@ from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 
-_NOT_ONE = (
+_NOT_ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
 
-_DOUBLED = "[request id: <id_unknown>] input '{name}' already exists in request"
+_DUPLICATE = "[request id: <id_unknown>] input '{name}' already exists in request"
 
 
 async def generate(
@@ -73,7 +73,8 @@ async def generate(
                 break
     finally:
         responses.close()
-    return HttpResponse(status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE),), JSON)
+    body = texts[0] if len(texts) == 1 else error_json(_NOT_ONE_RESPONSE)
+    return HttpResponse(status, (body,), JSON)
 
 
 async def generate_stream(
@@ -95,7 +96,7 @@ async def _begin(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> _Generation:
     arrived_ns = time.monotonic_ns()
-    model = await loaded(gateway, name, version or "")
+    model = await resolve_model(gateway, name, version or "")
     encodings = request.headers.getall(CONTENT_ENCODING, ())
     if any(encoding != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
@@ -110,7 +111,7 @@ async def _begin(
         infer_request = parse_generate(loads(body), inputs, model.stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
-            raise InvalidArgument(_DOUBLED.format(name=fault.name)) from None
+            raise InvalidArgument(_DUPLICATE.format(name=fault.name)) from None
         raise
     built = build(gateway, model, infer_request)
     await reload(gateway, built)
@@ -138,7 +139,7 @@ class _Generation:
         return 200 if error is None else 400  # as in Triton, for any error of a model
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response, which may be an error; see `infer.Encode`."""
+        """Encode the first response in the queue, which may be an error."""
         inferred: Inferred | None = None
         try:
             inferred = self.responses.request.outputs(self.responses.first)
@@ -152,8 +153,9 @@ class _Generation:
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
-            described = (tensor.datatype, tensor.shape, tensor.name)
-            text = await encode_in_turns(data, *described, self._gateway.malloc_trim)
+            text = await encode_in_turns(
+                data, tensor.datatype, tensor.shape, tensor.name, self._gateway.malloc_trim
+            )
             outputs.append((tensor, text))
         model = self._model
         infer_request = self.responses.request.built.infer_request
@@ -222,9 +224,9 @@ def _take_nested(
         raise type(error)(f"Converting keyword: '{_NESTED}': {error.message}") from None
 
 
-def _tensor(name: str, value: Any, datatype: str, described: Sequence[int]) -> InferInput:
+def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
     values = value if type(value) is list else [value]
-    shape = _shape(len(values), described)
+    shape = _shape(len(values), dims)
     if shape is None:
         raise InvalidArgument(
             f"The schema can not convert input '{name}' to tensor with proper shape"
@@ -234,7 +236,7 @@ def _tensor(name: str, value: Any, datatype: str, described: Sequence[int]) -> I
     return tensor
 
 
-def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:
+def _shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of `count` elements.
 
     The innermost dimension of any size contains all elements; other such dimensions are 1.
@@ -242,9 +244,9 @@ def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:
     Returns:
         None if the fixed dimensions do not divide the number of elements.
     """
-    fixed = element_count([dim for dim in described if dim >= 0])
+    fixed = element_count([dim for dim in dims if dim >= 0])
     rest, remainder = divmod(count, fixed) if fixed else (0, count)
-    shape = list(described)
+    shape = list(dims)
     for at in reversed(range(len(shape))):
         if shape[at] < 0:
             shape[at], rest = rest, 1

@@ -29,19 +29,19 @@ _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2/health/live."""
-    management.check_staying(gateway)
+    management.check_not_exiting(gateway)
     return HttpResponse(200 if gateway.health.live else 400)
 
 
 async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2/health/ready."""
-    management.check_staying(gateway)
+    management.check_not_exiting(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
 
 
 async def health(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /health and /ping, by which load balancers and vLLM's clients check readiness."""
-    management.check_staying(gateway)
+    management.check_not_exiting(gateway)
     return HttpResponse(200 if gateway.health.ready else 503)
 
 
@@ -109,8 +109,8 @@ async def trace_settings(gateway: Gateway, request: HttpRequest, name: str | Non
     """
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     members = body if type(body) is dict else {}
-    given = {key: _texts(key, value) for key, value in members.items()}
-    settings = await management.change_trace_settings(gateway, name or "", given)
+    changes = {key: _texts(key, value) for key, value in members.items()}
+    settings = await management.change_trace_settings(gateway, name or "", changes)
     shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
     return json_response(shown)
 
@@ -137,9 +137,9 @@ async def log_settings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _changes(body: Any) -> dict[str, Any]:
-    known = (*SWITCHES, LEVEL, FORMAT, FILE)
+    names = (*SWITCHES, LEVEL, FORMAT, FILE)
     members = body if type(body) is dict else {}
-    changes = {key: members[key] for key in known if members.get(key) is not None}
+    changes = {key: members[key] for key in names if members.get(key) is not None}
     for key, value in changes.items():
         if key == FILE:
             raise management.refuse_file()
@@ -156,8 +156,8 @@ def _changes(body: Any) -> dict[str, Any]:
 
 async def index(gateway: Gateway, request: HttpRequest, repository: str | None) -> HttpResponse:
     """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
-    wanted = await read_json(gateway, request, parse=loads_members)
-    only_ready = wanted.get("ready", False) if type(wanted) is dict else False
+    body = await read_json(gateway, request, parse=loads_members)
+    only_ready = body.get("ready", False) if type(body) is dict else False
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
     return json_response(await management.index(gateway, only_ready=only_ready))

@@ -37,10 +37,10 @@ _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 _MOST_HEADERS = 128
 _LONGEST_LINE = 8190
-_READ_AHEAD = 256 * 1024  # of an unread body; the parser reads at most twice as much
+_READ_AHEAD = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 
 
-_LONGEST_HELD = 128 * 1024
+_LONGEST_PENDING = 128 * 1024
 _FRAMING = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*[0-9]+[ \t]*(?=\r\n)", re.IGNORECASE)
 _CODING = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.IGNORECASE)
@@ -49,10 +49,10 @@ _CODING = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.I
 def without_length(request: bytes) -> bytes | None:
     """Return a chunked request of HTTP/1.1 without its Content-Length, or None for another request.
 
-    Chunks override a length (RFC 9112, 6.3). A proxy in front may have gone by the length and take
-    the remaining bytes for another request (request smuggling). The caller therefore has to end the
-    connection with this request, so that no byte behind it is ever handled as a request. Requests
-    with several lengths or codings, or another coding than chunks, are left as they are: refused.
+    Chunks override a length (RFC 9112, 6.3). A proxy in front of the server may use the length
+    instead, and treat the remaining bytes as another request (request smuggling). The caller
+    therefore has to end the connection with this request, so that no later byte is handled as a
+    request. Requests with several lengths or codings, or another coding than chunks, are refused.
     """
     head, end, rest = request.partition(b"\r\n\r\n")
     head += b"\r\n"
@@ -78,39 +78,41 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._loop = loop
         self._settings = settings
         self._parser = self._new_parser()
-        self.transport = None  # once the connection is made
+        self.transport = None  # set once the connection is made
         self._ended = False
         # --- received requests
-        # The queue. Nothing is parsed behind an error. A request with a cached head is the only
+        # The queue. Nothing is parsed after an error. A request with a cached head is the only
         # entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
-        self._parsing = True  # False behind an error
-        self._head: bytes | None = None  # the received part of a first or next head, if known
-        self._boundary = False  # The received bytes end with a head or with chunks.
-        self._conflict = b""  # the incomplete head of a chunked request with a Content-Length
-        self.last = False  # The connection ends with the next request.
+        # Awaited by the task while no request is queued.
+        self._waiter: asyncio.Future[None] | None = None
+        self._parsing = True  # False after an error
+        self._head: bytes | None = None  # the received part of an incomplete head, if it is known
+        self._ends_request = False  # The received bytes end with a head or with chunks.
+        # The incomplete head of a chunked request with a Content-Length.
+        self._conflicting_head = b""
+        self.closes_next = False  # The connection ends with the next request.
         # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # of the missing bytes, by the loop's time
+        self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
         self._busy = False  # A request is being handled.
-        self._starts = False  # The head of the next request is incomplete.
+        self._head_incomplete = False  # The head of the next request is incomplete.
         self._content: StreamReader | None = None  # an incomplete body
-        self._awaiting = False  # The body is small, and awaited.
+        self._awaits_body = False  # The body is small, and awaited.
         # --- the cached head
-        self._cached_head = b""  # of the last request with a small body
+        self._cached_head = b""  # the head of the last request with a small body
         self._cached_body_at = 0  # the offset of the body in that request
-        self._cached_size = 0  # of that request with its body
+        self._cached_size = 0  # the size of that request with its body
         self._cached_request: HttpRequest | None = None
         # The cached request was authorised by these rules.
         self._cached_rules: Authorisation | None = None
         self._cached_body = WholeBody()  # reused, since only one such request is queued
-        self._held = b""  # a cached head without its body
+        self._pending_head = b""  # a cached head without its body
         # The missing bytes of the last request. -1: the start of the next request is unknown, as
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing = 0
-        self._offered = False  # The last request offers another protocol (`Upgrade`).
-        self._since = loop.time()  # of the end of the last request, or of the connection's start
+        self._offers_upgrade = False  # The last request offers another protocol (`Upgrade`).
+        self._since = loop.time()  # the end of the last request, or the start of the connection
         # --- back-pressure
         self.writing_paused = False
         self._drained: asyncio.Future[None] | None = None
@@ -170,12 +172,12 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     @property
     def idle_since(self) -> float | None:
         """Return the time since which no request with a complete head is pending, or None."""
-        return None if self._busy or self._held or self._messages else self._since
+        return None if self._busy or self._pending_head or self._messages else self._since
 
     @property
     def sending_since(self) -> float | None:
         """Return the time since which the body of a received head is incomplete, or None."""
-        sending = self._held or (self._busy and self._content is not None)
+        sending = self._pending_head or (self._busy and self._content is not None)
         return self._since if sending else None
 
     @abstractmethod
@@ -186,17 +188,17 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes. Bytes that complete no request start the read timeout."""
-        held, self._held = self._held, b""
-        if held:
-            data = held + data
-        # No request is being handled or queued, and no part of one is here.
-        between = not (self._missing or self._busy or self._messages)
+        pending_head, self._pending_head = self._pending_head, b""
+        if pending_head:
+            data = pending_head + data
+        # No request is being handled, queued or partly received.
+        is_between_requests = not (self._missing or self._busy or self._messages)
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # The task has not begun or has ended, or a request is being handled.
+            pass  # The task has not begun, has ended, or is handling a request.
         elif (
-            between
+            is_between_requests
             and size <= self._cached_size
             and self._cached_rules is self.client.listener.authorisation
             and data.startswith(self._cached_head)
@@ -213,43 +215,46 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._waiter = None
                 waiter.set_result(None)
                 return
-            if not held:
-                self._held = data
+            if not pending_head:
+                self._pending_head = data
                 self._start_timeout(self._settings.body_timeout_s)
                 return
-        self._parse(data, between)
+        self._parse(data, is_between_requests)
 
     def _parse_rest(self) -> int:
         self._parse(b"", False)
         return len(self._messages)
 
-    def _parse(self, data: bytes, between: bool) -> None:
+    def _parse(self, data: bytes, is_between_requests: bool) -> None:
         if self._ended or not self._parsing:
             return
         rest = b""
-        if self._conflict:
-            data, self._conflict, between = self._conflict + data, b"", True
+        if self._conflicting_head:
+            data, self._conflicting_head = self._conflicting_head + data, b""
+            is_between_requests = True
             self._parser = self._new_parser()
-        if self._boundary and not (self._busy or self._messages):
+        if self._ends_request and not (self._busy or self._messages):
             self._head = b""
-        head = data if between else None if self._head is None else self._head + data
-        self._head, self._boundary = None, data.endswith(b"\r\n\r\n")  # no incomplete head does
+        head = data if is_between_requests else None if self._head is None else self._head + data
+        # An incomplete head does not end so.
+        self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
         except HttpProcessingError as error:
-            if head is not None and self._reread(head):
+            if head is not None and self._parse_without_length(head):
                 return
             self._messages.append(error)
             self._parsing = False
         else:
             self._messages += messages
-            if head is not None and not self._messages and len(head) <= _LONGEST_HELD:
+            if head is not None and not self._messages and len(head) <= _LONGEST_PENDING:
                 self._head = head
             if upgraded:
-                # An offer of WebSocket is ignored, and HTTP continues.
+                # An offer of WebSocket is ignored, and the connection continues with HTTP.
                 self._parser.set_upgraded(False)
-            elif self._offered and 0 < self._missing < len(data):
-                rest = data[self._missing :]  # aiohttp's parser drops it behind other offers
+            elif self._offers_upgrade and 0 < self._missing < len(data):
+                # aiohttp's parser drops these bytes after other offers.
+                rest = data[self._missing :]
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
@@ -257,7 +262,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if len(self._messages) >= _MOST_QUEUED:
             self._too_many = True
             self._set_reading()
-        if between:
+        if is_between_requests:
             self._cache_head(data)
         elif data:
             self._missing = max(self._missing - len(data), -1) if self._missing else -1
@@ -269,25 +274,25 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 # The parser failed: the bytes are neither a part of the body nor a request.
                 content.set_exception(MalformedBody("malformed body"))
         if self._busy or self._messages:
-            self._starts = False
-        elif data and not self._starts:
-            self._starts = True
+            self._head_incomplete = False
+        elif data and not self._head_incomplete:
+            self._head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
         if rest:
             self._parse(rest, False)
 
-    def _reread(self, head: bytes) -> bool:
+    def _parse_without_length(self, head: bytes) -> bool:
         """Read a refused request again without its Content-Length; return False if it has none."""
-        if self.last or len(head) > _LONGEST_HELD or len(_FRAMING.findall(head)) < 2:
+        if self.closes_next or len(head) > _LONGEST_PENDING or len(_FRAMING.findall(head)) < 2:
             return False
         if b"\r\n\r\n" not in head:
-            self._conflict, self._starts = head, True
+            self._conflicting_head, self._head_incomplete = head, True
             self._start_timeout(self._settings.header_timeout_s)
             return True
         chunked = without_length(head)
         if chunked is None:
             return False
-        self.last, self._parser = True, self._new_parser()
+        self.closes_next, self._parser = True, self._new_parser()
         self._parse(chunked, False)
         return True
 
@@ -296,7 +301,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
         The head of a request that offers another protocol is not cached.
         """
-        self._cached_size, self._missing, self._offered = 0, -1, False
+        self._cached_size, self._missing, self._offers_upgrade = 0, -1, False
         if len(self._messages) != 1 or not self._parsing:
             return
         first = self._messages[0]
@@ -308,7 +313,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         size = head_size + int(length) if length.isdecimal() else 0
         if message.chunked or len(data) > size:
             return
-        self._missing, self._offered = size - len(data), message.upgrade
+        self._missing, self._offers_upgrade = size - len(data), message.upgrade
         closes = message.should_close or message.upgrade or EXPECT in message.headers
         if not closes and int(length) <= SMALL_BODY and head_size <= _LONGEST_CACHED_HEAD:
             self._cached_head, self._cached_body_at = data[:head_size], head_size
@@ -328,17 +333,17 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def _check_timeout(self) -> None:
         self._timer = None
-        if not (self._held or self._starts or self._awaiting):
+        if not (self._pending_head or self._head_incomplete or self._awaits_body):
             return
         if self._loop.time() < self._deadline:
             self._timer = self._loop.call_at(self._deadline, self._check_timeout)
-        elif self._held:
-            held, self._held = self._held, b""
-            self._parse(held, True)
+        elif self._pending_head:
+            pending_head, self._pending_head = self._pending_head, b""
+            self._parse(pending_head, True)
             for each in self._messages:
                 if isinstance(each, tuple):
                     each[1].set_exception(TimeoutError())
-        elif self._starts:
+        elif self._head_incomplete:
             self.force_close()
         elif self._content is not None:
             self._content.set_exception(TimeoutError())
@@ -383,7 +388,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._parse_rest()
             self._set_reading()
 
-    def _dequeued(self, count: int) -> None:
+    def _on_dequeued(self, count: int) -> None:
         """Resume reading if the queue, with `count` requests left, is short enough."""
         self._parser.message_consumed()
         if self._too_many and count <= _MOST_QUEUED // 2:

@@ -24,8 +24,8 @@ from functools import partial
 from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
-from shmserve.gateway.context import Gateway, awaits_load, loaded
-from shmserve.gateway.http.body import header_size, own_limit_us, read_request
+from shmserve.gateway.context import Gateway, awaits_load, resolve_model
+from shmserve.gateway.http.body import body_limit_us, header_size, read_request
 from shmserve.gateway.http.json.fingerprint import Fingerprint, repeat
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.tensors import encode_in_turns, joined
@@ -95,7 +95,7 @@ async def infer(
             built,
             request.connection.client,
             arrived_ns,
-            *(HttpInference, HttpInference.arrived, ACCEPT_ENCODING not in headers),
+            *(HttpInference, HttpInference.on_arrival, ACCEPT_ENCODING not in headers),
             *(gateway, request),
             call_limit=limit,
             traceparent=headers.get(TRACEPARENT, ""),
@@ -113,8 +113,8 @@ async def infer(
 async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
     limit_us = time_limit(request.headers)[0]
     if not limit_us and awaits_load(gateway, name, version):
-        limit_us = await own_limit_us(gateway, request)
-    return await loaded(gateway, name, version, limit_us)
+        limit_us = await body_limit_us(gateway, request)
+    return await resolve_model(gateway, name, version, limit_us)
 
 
 def _is_plain(request: HttpRequest) -> bool:
@@ -136,7 +136,7 @@ def _repeat(
     revision: int,
     header_length: str | None,
     body: bytes,
-    answer: Answer,
+    write_response: Answer,
 ) -> HttpInference | None:
     """Begin an inference with the head of an earlier one, without a task.
 
@@ -155,8 +155,10 @@ def _repeat(
         built = repeat(model.prepared, Fingerprint(body[:size], whole_size - size), body, size)
         if built is None:
             return None
-        how = (HttpInference, HttpInference.arrived, True, gateway, request, answer)
-        return submit(gateway, built, request.connection.client, arrived_ns, *how)
+        return submit(
+            *(gateway, built, request.connection.client, arrived_ns, HttpInference),
+            *(HttpInference.on_arrival, True, gateway, request, write_response),
+        )
     except Exception:
         return None
 
@@ -166,18 +168,18 @@ class HttpInference(UnaryInference):
     """An inference for a client of HTTP.
 
     Attributes:
-        answer: Writes the response in the callback; None if a task awaits `response`.
+        write_response: Writes the response in the callback; None if a task awaits `response`.
     """
 
     gateway: Gateway
     request: HttpRequest
-    answer: Answer | None = None
+    write_response: Answer | None = None
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
-    def arrived(self) -> None:
+    def on_arrival(self) -> None:
         """Handle the arrival of the response."""
-        answer, self.answer = self.answer, None
-        if answer is None:
+        write_response, self.write_response = self.write_response, None
+        if write_response is None:
             settle(self._waiter, None)
         elif (
             self.encoded is None
@@ -185,13 +187,13 @@ class HttpInference(UnaryInference):
             or self.gateway.draining
             or logger.isEnabledFor(logging.DEBUG)  # The task logs the duration.
         ):
-            answer(None)
+            write_response(None)
         else:
             json, binary = self.encoded
             if binary:
-                answer(b"".join((json, *binary)), _headers(json, binary))
+                write_response(b"".join((json, *binary)), _headers(json, binary))
             else:
-                answer(json)
+                write_response(json)
 
     async def response(self) -> HttpResponse:
         """Return the response; raise the error of a failed inference."""
@@ -221,32 +223,32 @@ class HttpInference(UnaryInference):
         if self.encoded is not None:
             return _assemble(*self.encoded)
         built, gateway = self.built, self.gateway
-        asked, model = built.infer_request, built.model
+        infer_request, model = built.infer_request, built.model
         inferred = self.outputs(message)
-        lent = _uses_worker_memory(asked, inferred)
+        uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
-            shown = classified_as_requested(gateway, model, asked, inferred)
+            shown = classified_as_requested(gateway, model, infer_request, inferred)
             template = None
             if built.responses is not None:
                 template = built.responses.find(message.schema)
             if template is None:
-                template = JsonResponseTemplate(asked, model.name, model.version, shown)
+                template = JsonResponseTemplate(infer_request, model.name, model.version, shown)
                 if built.responses is not None and shown is inferred:
-                    built.responses.remember(message.schema, template)
-            response = await _encode(gateway, self.request, asked.id, template, shown)
+                    built.responses.store(message.schema, template)
+            response = await _encode(gateway, self.request, infer_request.id, template, shown)
         except BaseException:
-            if lent:
+            if uses_worker_memory:
                 self.release_outputs(inferred)
             raise
-        if lent:
+        if uses_worker_memory:
             response.on_sent = partial(self.release_outputs, inferred)
         return response
 
 
-def _uses_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:
+def _has_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:
     """Return whether an output is in a worker's memory, not in the message or a client's region."""
-    placed = {output.name for output in infer_request.outputs if output.memory_range is not None}
-    return not all(type(each.data) is bytes or each.name in placed for each in inferred.outputs)
+    in_regions = infer_request.region_outputs
+    return not all(type(each.data) is bytes or each.name in in_regions for each in inferred.outputs)
 
 
 async def _encode(
@@ -254,14 +256,14 @@ async def _encode(
     request: HttpRequest,
     request_id: str,
     template: JsonResponseTemplate,
-    response: Inferred,
+    inferred: Inferred,
 ) -> HttpResponse:
     """Return a response of any size, compressed if the client accepts it. Binary data are views."""
     trim = gateway.malloc_trim
     cuts: list[bytes] = []
     binary: list[bytes | memoryview] = []
     for output in template.outputs:
-        data = output_bytes(gateway, response.outputs[output.position])
+        data = output_bytes(gateway, inferred.outputs[output.position])
         if output.binary:
             binary.append(data)
             if output.byte_size < 0:
@@ -269,13 +271,13 @@ async def _encode(
         else:
             described = (output.datatype, output.shape, output.name)
             cuts.append(await encode_in_turns(data, *described, trim))
-    made = _assemble(template.json(request_id, cuts), binary)
+    response = _assemble(template.json(request_id, cuts), binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            made.pieces = [await joined(deflated(made.pieces, encoding), trim)]
-            made.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
-    return made
+            response.pieces = [await joined(deflated(response.pieces, encoding), trim)]
+            response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
+    return response
 
 
 def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
@@ -314,12 +316,12 @@ class _Events:
         self._model = responses.request.built.model
         self._responses = responses
         self._framing = framing
-        asked = responses.request.built.infer_request
-        outputs = [replace(output, binary=False) for output in asked.outputs]
-        self._infer_request = replace(asked, outputs=outputs, binary=False)
+        infer_request = responses.request.built.infer_request
+        outputs = [replace(output, binary=False) for output in infer_request.outputs]
+        self._infer_request = replace(infer_request, outputs=outputs, binary=False)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response; see `Encode`."""
+        """Encode the first response in the queue, for `streaming_response`."""
         request, message = self._responses.request, self._responses.first
         inferred: Inferred | None = None
         try:
@@ -338,7 +340,7 @@ class _Events:
         shown = classified_as_requested(gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
         if shown is inferred and isinstance(message, m.Responded) and not message.final:
-            self._responses.request.templates.remember(message.schema, template)
+            self._responses.request.templates.store(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, shown.outputs[output.position])
@@ -347,7 +349,7 @@ class _Events:
         return template.json(self._infer_request.id, arrays)
 
 
-_MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
+_MOST_BYTES_AT_ONCE = 32 * 1024  # bytes of responses that are written together
 
 
 class ResponseQueue:
@@ -358,7 +360,7 @@ class ResponseQueue:
         request: The client's request.
         built: The request for the model.
         arrived_ns: The time of arrival.
-        news: The event that is set for each response; several queues may share it.
+        response_event: The event that is set for each response; several queues may share it.
 
     Raises:
         ShmserveError: The request is refused.
@@ -370,12 +372,11 @@ class ResponseQueue:
         request: HttpRequest,
         built: BuiltRequest,
         arrived_ns: int,
-        news: asyncio.Event | None = None,
+        response_event: asyncio.Event | None = None,
     ) -> None:
         self._messages: deque[Message] = deque()
-        self._news = news or asyncio.Event()
+        self._response_event = response_event or asyncio.Event()
         client = request.connection.client
-        how = (StreamingInference, self._responded)
         headers = request.headers
         try:
             limit = time_limit(headers)
@@ -383,12 +384,15 @@ class ResponseQueue:
             built.release()
             raise
         trace = headers.get(TRACEPARENT, "")
-        asked = (gateway, built, client, arrived_ns, *how)
-        self.request = submit(*asked, call_limit=limit, traceparent=trace)
+        self.request = submit(
+            *(gateway, built, client, arrived_ns, StreamingInference, self._responded),
+            call_limit=limit,
+            traceparent=trace,
+        )
 
     def _responded(self, _: StreamingInference, message: Message) -> None:
         self._messages.append(message)
-        self._news.set()
+        self._response_event.set()
 
     @property
     def headers(self) -> bytes:
@@ -407,8 +411,8 @@ class ResponseQueue:
     async def wait(self) -> None:
         """Wait until the queue contains a response."""
         while not self._messages:
-            self._news.clear()
-            await self._news.wait()
+            self._response_event.clear()
+            await self._response_event.wait()
 
     async def begun(self) -> Message:
         """Wait for the first response, and return it; a cancellation cancels the request."""

@@ -26,7 +26,7 @@ from shmserve.gateway.http.openai import generation, models, responses
 from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 
-_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # without the port
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # the host without its port
 _PAGES = Path(__file__).with_name("pages")
 # The page may load nothing from other sites, and other pages may not show it.
 _PAGE_HEADERS = (
@@ -36,7 +36,7 @@ _PAGE_HEADERS = (
 )
 
 
-def described(table: RouteTable) -> dict[str, Any]:
+def openapi_document(table: RouteTable) -> dict[str, Any]:
     """Return the OpenAPI document of all routes in the table."""
     description = orjson.loads((_PAGES / "operations.json").read_bytes())
     paths: dict[str, dict[str, Any]] = {}
@@ -63,14 +63,14 @@ def described(table: RouteTable) -> dict[str, Any]:
 
 def _paths(template: str) -> list[str]:
     """Return the paths of a route's template, without and with each optional part."""
-    found = [""]
+    paths = [""]
     for part, optional in optional_parts(template):
-        found = [path + more for path in found for more in (["", part] if optional else [part])]
-    return found
+        paths = [path + more for path in paths for more in (["", part] if optional else [part])]
+    return paths
 
 
 def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    description: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
         "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
@@ -78,16 +78,16 @@ def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, 
     }
     kind = "Error" if route.error_form is triton_error else "OpenAIError"
     error = _content({"application/json": {"$ref": f"#/components/schemas/{kind}"}})
-    done: dict[str, Any] = {"description": "done"}
+    success_response: dict[str, Any] = {"description": "done"}
     if "reply" in operation:
-        done["content"] = _content(operation["reply"])
-    refused = {"description": "refused: the request is wrong", "content": error}
-    failed = {"description": "failed, or not now", "content": error}
-    made["responses"] = {"200": done, "4XX": refused, "5XX": failed}
+        success_response["content"] = _content(operation["reply"])
+    client_error = {"description": "refused: the request is wrong", "content": error}
+    server_error = {"description": "failed, or not now", "content": error}
+    description["responses"] = {"200": success_response, "4XX": client_error, "5XX": server_error}
     if "body" in operation:
         required = operation.get("required", False)
-        made["requestBody"] = {"required": required, "content": _content(operation["body"])}
-    return made
+        description["requestBody"] = {"required": required, "content": _content(operation["body"])}
+    return description
 
 
 def _parameter(name: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _content(schemas: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _document() -> bytes:
-    return orjson.dumps(described(ROUTES))
+    return orjson.dumps(openapi_document(ROUTES))
 
 
 async def _show_document(gateway: Gateway, request: HttpRequest) -> HttpResponse:

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[..., Awaitable[HttpResponse]]
 
 _HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
-_MOST_CACHED = 1024  # targets
-_PART = re.compile(r"\\{(\w+)\\}")  # of a template, escaped
+_MOST_CACHED = 1024  # targets of requests
+_PART = re.compile(r"\\{(\w+)\\}")  # a named part of an escaped template
 _ORIGIN = istr("Origin")
 _REQUEST_ID = istr("x-request-id")
 _PLAIN_ID = re.compile(r"[ -~]{1,512}")
@@ -126,7 +126,7 @@ class RouteTable:
         matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
         return ", ".join(sorted({route.method for route in matches} - {""}))
 
-    def absent(self, target: str) -> Match:
+    def unmatched(self, target: str) -> Match:
         """Return the route for a target without one; its errors have the form of its API.
 
         The first part of a path identifies the API.
@@ -134,8 +134,8 @@ class RouteTable:
         first = "/".join(_path(target).split("/")[:2])
         for route in self.routes:
             if route.path.startswith(first + "/"):
-                like = replace(_NO_ROUTE, error_form=route.error_form, identified=route.identified)
-                return like, ()
+                route = replace(_NO_ROUTE, error_form=route.error_form, identified=route.identified)
+                return route, ()
         return _NO_ROUTE, ()
 
 
@@ -148,8 +148,8 @@ def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
 def _pattern(template: str) -> re.Pattern[str]:
     if template == ANY:
         return re.compile(".*")
-    made = ((_PART.sub(_group, re.escape(part)), may) for part, may in optional_parts(template))
-    return re.compile("".join(f"(?:{part})?" if may else part for part, may in made))
+    parts = ((_PART.sub(_group, re.escape(part)), may) for part, may in optional_parts(template))
+    return re.compile("".join(f"(?:{part})?" if may else part for part, may in parts))
 
 
 def _group(part: re.Match[str]) -> str:
@@ -227,8 +227,8 @@ class Cors:
 
     def is_preflight(self, request: HttpRequest) -> bool:
         """Return whether a browser asks if it may send a request of another origin's page."""
-        asks = request.method == "OPTIONS" and self._METHOD in request.headers
-        return asks and _ORIGIN in request.headers
+        is_options = request.method == "OPTIONS" and self._METHOD in request.headers
+        return is_options and _ORIGIN in request.headers
 
     async def preflight(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
         """Return the permission; a browser sends no token when it asks for one.
@@ -242,9 +242,9 @@ class Cors:
         if not self.allows(request):
             raise PermissionDenied("pages of this origin are not allowed (--cors-allow-origin)")
         lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
-        wanted = headers.get(self._HEADERS, "")
-        if self._PLAIN_HEADERS.fullmatch(wanted):
-            lines.append(f"Access-Control-Allow-Headers: {wanted}")
+        requested = headers.get(self._HEADERS, "")
+        if self._PLAIN_HEADERS.fullmatch(requested):
+            lines.append(f"Access-Control-Allow-Headers: {requested}")
         if headers.get(self._NETWORK) == "true":
             lines.append("Access-Control-Allow-Private-Network: true")
         return HttpResponse(200, (), "".join(f"{line}\r\n" for line in lines).encode())
@@ -282,7 +282,7 @@ class App(ActiveCount):
             self.active += 1
         routes, cors = self._routes, self._cors
         match = request.match or routes.find(request.target, request.method)
-        route, groups = match or routes.absent(request.target)
+        route, groups = match or routes.unmatched(request.target)
         if cors is not None and cors.is_preflight(request):
             match = None
             route, groups = replace(route, handler=cors.preflight), ()
@@ -297,19 +297,19 @@ class App(ActiveCount):
             else:
                 response = await begun.response()
         except ShmserveError as error:
-            response = _failed(error, route.error_form, request)
+            response = _error_response(error, route.error_form, request)
         except Exception:
             trace_id = TraceContext.of(_traceparent(request)).trace_id
             line = (request.method, request.target)
             logger.exception("%s %s failed", *line, extra={"trace_id": trace_id})
-            response = _failed(Internal("internal error"), route.error_form, request)
+            response = _error_response(Internal("internal error"), route.error_form, request)
         except BaseException:
             self.decrement()
             raise
         if cors is not None:
             cors.permit(request, response)
         if route.identified:
-            response.headers += _identified(request)
+            response.headers += _request_id_header(request)
         if self._gateway.draining:
             response.close = True
         then = response.on_sent
@@ -323,7 +323,7 @@ class App(ActiveCount):
             self.decrement()
 
 
-def _identified(request: HttpRequest) -> bytes:
+def _request_id_header(request: HttpRequest) -> bytes:
     """Return the header with the client's id of a request, or with a new one."""
     given = request.headers.get(_REQUEST_ID, "")
     found = given if given and _PLAIN_ID.fullmatch(given) else f"req_{os.urandom(16).hex()}"
@@ -336,7 +336,7 @@ def _traceparent(request: HttpRequest) -> str:
     return "" if caller is None else caller.traceparent
 
 
-def _failed(error: ShmserveError, form: ErrorForm, request: HttpRequest) -> HttpResponse:
+def _error_response(error: ShmserveError, form: ErrorForm, request: HttpRequest) -> HttpResponse:
     headers = b""
     if isinstance(error, QueueFull):
         headers = b"Retry-After: %d\r\n" % error.retry_after_s

@@ -7,10 +7,10 @@
     connection.py       a connection: stream states, inbound flow control
     outgoing.py         outbound frames within the client's flow-control windows
 
-`Http2Connection.receive` returns the events `Begun`, `Data`, `StreamReset` and `PingAnswered`. A
-server responds with `sending.head`, `sending.data` and `sending.trailers`, or with all three at
-once (`sending.respond`). `reset` ends a stream early, and `send_window_update` permits more data of
-a stream.
+`Http2Connection.receive` returns the events `StreamOpened`, `Data`, `StreamReset` and
+`PingAcknowledged`. A server responds with `sending.head`, `sending.data` and `sending.trailers`, or
+with all three at once (`sending.respond`). `reset` ends a stream early, and `send_window_update`
+permits more data of a stream.
 
 The gRPC gateway uses the whole package. The gRPC client in protocols/grpc.py uses its frames and
 header blocks.

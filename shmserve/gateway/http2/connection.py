@@ -39,19 +39,20 @@ from shmserve.gateway.http2.frames import (
 )
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
 from shmserve.gateway.http2.incoming import (
-    Begun,
     Budget,
     Bytes,
     Data,
     Event,
     FrameReader,
     Limits,
-    PingAnswered,
+    PingAcknowledged,
+    StreamOpened,
     StreamReset,
 )
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
-_MOST_REMEMBERED = 1024  # streams reset by us whose clients may still send frames
+# Streams that the server has reset and clients may still send frames for.
+_MOST_RESETS_RECORDED = 1024
 _RESET_DEBT = 4  # debt of a reset stream, relative to that of a useless control frame
 _EARNED = 4  # control frames earned per call, and per frame of data sent
 # Bytes of sent data that earn one more control frame: a frame may hold many messages, and some
@@ -62,7 +63,13 @@ _NOTHING = memoryview(b"")
 
 
 class Http2Connection(FrameReader[T]):
-    """An HTTP/2 connection; `read_head` converts the header fields of a request."""
+    """A server's HTTP/2 connection.
+
+    Args:
+        read_head: Converts the header fields of a request.
+        limits: The limits of the connection.
+        clock: Returns the time in seconds.
+    """
 
     def __init__(
         self,
@@ -73,17 +80,20 @@ class Http2Connection(FrameReader[T]):
         super().__init__(limits)
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
-        self._control = Budget(limits.control, limits.control_per_s, clock, "frames of no use")
+        self._control = Budget(
+            limits.control, limits.control_per_s, clock, "too many frames without effect"
+        )
         self.sending = Outgoing(self._finished)
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has opened
-        self.acknowledged = False  # the client has acknowledged our SETTINGS
-        self._paid_for = 0, 0  # frames and bytes of data already credited to the budget
-        self._saved = 0  # earned control frames, not needed yet
+        self.acknowledged = False  # the client has acknowledged the server's SETTINGS
+        self._credited = 0, 0  # frames and bytes of data already credited to the budget
+        self._earned_control = 0  # earned control frames, not needed yet
         self.pings = 0  # total number of PINGs from the client
         self._refusing = False  # GOAWAY was sent: no new streams
-        self._promised = STREAM_BITS  # the last stream id of our GOAWAY
-        self._left: dict[int, None] = {}  # streams reset by us before the client had finished
+        self._promised = STREAM_BITS  # the last stream id in the server's GOAWAY
+        # Reset by the server before the client's end of the stream.
+        self._reset_streams: dict[int, None] = {}
         self._window = LARGEST_WINDOW  # the receive window of the connection
         self.sending.ready.append(
             frames.settings(
@@ -103,14 +113,14 @@ class Http2Connection(FrameReader[T]):
         A client that violates the protocol receives a GOAWAY, and the connection is `closing`.
         """
         events = super().receive(data)
-        if self.sending.grown:
+        if self.sending.window_grown:
             self.sending.resume()
         return events
 
     @property
     def debt(self) -> int:
         """Return the amount of useless work that the client has caused."""
-        return -self._control.left - _RESET_DEBT * self._resets.left
+        return -self._control.tokens - _RESET_DEBT * self._resets.tokens
 
     # --- data
 
@@ -139,7 +149,7 @@ class Http2Connection(FrameReader[T]):
             if not self._piece_ends:
                 self._control.spend()
             if stream is not None:
-                self._give(stream, _NOTHING, events)
+                self._pass_data(stream, _NOTHING, events)
 
     def _is_expected(self, stream: Stream) -> bool:
         """Check whether a DATA frame that begins conforms to the request's content-length."""
@@ -153,7 +163,7 @@ class Http2Connection(FrameReader[T]):
             padding, stream.padding = stream.padding, 0
             self.send_window_update(stream, padding)
 
-    def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
+    def _pass_data(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         last = self._piece_ends and not self.arriving
         if last:
             stream.ended = True
@@ -185,17 +195,19 @@ class Http2Connection(FrameReader[T]):
         elif kind == GOAWAY:
             self._control.spend()
             if number:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY of a stream")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "GOAWAY of an invalid length")
         elif kind == PUSH_PROMISE:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             self._control.spend()
             if kind == PRIORITY:
                 _check_priority(number, payload)
 
-    def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
+    def _handle_headers(
+        self, number: int, flags: int, block: bytes, events: list[Event[T]]
+    ) -> None:
         if number <= self.last:
             self._trailers(number, flags, block, events)
             return
@@ -208,9 +220,9 @@ class Http2Connection(FrameReader[T]):
         stream = Stream(number, self._limits.window, self.sending.initial_window)
         stream.expected = head.data_size
         self.streams[number] = stream
-        if self._control.left < self._limits.control:
+        if self._control.tokens < self._limits.control:
             self._control.earn(_EARNED)
-        events.append(Begun(stream, head))
+        events.append(StreamOpened(stream, head))
         if ended:
             if stream.expected > 0:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
@@ -236,9 +248,8 @@ class Http2Connection(FrameReader[T]):
         The frame is permitted if this server has ended the stream and the client may not have been
         notified yet.
         """
-        if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a frame of a stream not begun")
-        if stream is not None or number not in self._left:
+        self._check_begun(number, "a frame")
+        if stream is not None or number not in self._reset_streams:
             raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame of a stream that has ended")
 
     def _window_update(self, number: int, payload: bytes) -> None:
@@ -257,20 +268,20 @@ class Http2Connection(FrameReader[T]):
         self.sending.receive_window_update(stream, more)
 
     def _earn_for_data(self) -> None:
-        sending, (frames_before, bytes_before) = self.sending, self._paid_for
-        self._paid_for = sending.frames, sending.bytes
+        sending, (frames_before, bytes_before) = self.sending, self._credited
+        self._credited = sending.frames, sending.bytes
         sent = sending.frames - frames_before
         self._resets.earn(sent)
         earned = _EARNED * sent + (sending.bytes - bytes_before) // _EARNING
-        saved = min(self._saved + earned, _MOST_SAVED)
+        saved = min(self._earned_control + earned, _MOST_SAVED)
         needed = min(saved, self._control.debt)
-        self._saved = saved - needed
+        self._earned_control = saved - needed
         self._control.earn(needed)
 
     def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
         frames.parse_long(payload, "RST_STREAM")
         stream = self.streams.get(number)
-        if stream is None:  # it crossed our end of the stream
+        if stream is None:  # The frame crossed the server's end of the stream.
             self._check_begun(number, "RST_STREAM")
             self._control.spend()
             return
@@ -279,16 +290,18 @@ class Http2Connection(FrameReader[T]):
         self._remove(stream)
         events.append(StreamReset(stream))
 
-    def _check_begun(self, number: int, what: str) -> None:
+    def _check_begun(self, number: int, frame_name: str) -> None:
         if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{what} of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{frame_name} of a stream not begun")
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS of a stream")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if flags & ACK:
             if payload:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
+                raise ConnectionFault(
+                    FaultCode.FRAME_SIZE_ERROR, "SETTINGS acknowledgement with a payload"
+                )
             self.acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
@@ -301,11 +314,11 @@ class Http2Connection(FrameReader[T]):
 
     def _ping(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
         if number:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING of a stream")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING on a stream other than 0")
         if len(payload) != 8:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "PING of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "PING of an invalid length")
         if flags & ACK:
-            events.append(PingAnswered(payload))
+            events.append(PingAcknowledged(payload))
             return
         self.pings += 1
         self.sending.ready.append(frames.frame(PING, ACK, 0, payload))
@@ -317,9 +330,9 @@ class Http2Connection(FrameReader[T]):
         self._resets.spend()
         stream = self.streams.get(number)
         if number > self.last:
-            raise ConnectionFault(code, "a broken frame of a stream not begun")
+            raise ConnectionFault(code, "a malformed frame on an idle stream")
         if stream is None:
-            self._remember(number)
+            self._record_reset(number)
             self.sending.ready.append(frames.frame(RST_STREAM, 0, number, pack_long(code)))
         else:
             self.reset(stream, code)
@@ -329,7 +342,7 @@ class Http2Connection(FrameReader[T]):
         """End a stream at once, in both directions."""
         if self.streams.get(stream.id) is stream:
             if not stream.ended:
-                self._remember(stream.id)
+                self._record_reset(stream.id)
             self._remove(stream)
             self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, pack_long(code)))
 
@@ -340,10 +353,10 @@ class Http2Connection(FrameReader[T]):
         if self.arriving_for is stream:
             self.arriving_for = None
 
-    def _remember(self, number: int) -> None:
-        self._left[number] = None
-        if len(self._left) > _MOST_REMEMBERED:
-            del self._left[next(iter(self._left))]
+    def _record_reset(self, number: int) -> None:
+        self._reset_streams[number] = None
+        if len(self._reset_streams) > _MOST_RESETS_RECORDED:
+            del self._reset_streams[next(iter(self._reset_streams))]
 
     def _finished(self, stream: Stream) -> None:
         """Close a stream whose frames are all sent."""
@@ -370,18 +383,19 @@ class Http2Connection(FrameReader[T]):
             last = min(self.last, self._promised)
             self.sending.ready.append(frames.goaway(last, code, text))
 
-    def refuse_more(self, *, finally_: bool) -> None:
-        """Send GOAWAY.
+    def send_goaway(self, *, final: bool) -> None:
+        """Send GOAWAY, which announces the end of the connection.
 
-        The first one permits streams in flight; the final one permits none above the last received.
+        The first GOAWAY permits new streams, which may be in flight. A `final` GOAWAY permits no
+        stream above the last one that was received.
         """
-        if finally_ and not self._refusing:
+        if final and not self._refusing:
             self._refusing = True
             self._promised = self.last
         self.sending.ready.append(frames.goaway(self._promised, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
-        """Send a PING with eight bytes. The client's acknowledgement is a `PingAnswered` event."""
+        """Send a PING with eight bytes; a `PingAcknowledged` event follows."""
         self.sending.ready.append(frames.frame(PING, 0, 0, payload))
 
 
@@ -390,6 +404,6 @@ _SETTINGS_ACK = frames.frame(SETTINGS, ACK, 0)
 
 def _check_priority(number: int, payload: bytes) -> None:
     if not number:
-        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PRIORITY of no stream")
+        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PRIORITY on stream 0")
     if len(payload) != 5:
         raise StreamFault(FaultCode.FRAME_SIZE_ERROR)

@@ -105,9 +105,9 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
         yield key, value
 
 
-def parse_long(payload: bytes, what: str) -> int:
+def parse_long(payload: bytes, frame_name: str) -> int:
     """Return the integer that is a frame's whole payload; raise ConnectionFault."""
     if len(payload) != _LONG.size:
-        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{what} of a wrong size")
+        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{frame_name} of a wrong size")
     number: int = _LONG.unpack(payload)[0]
     return number

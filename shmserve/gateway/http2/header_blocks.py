@@ -34,11 +34,11 @@ Fields = Sequence[tuple[bytes, bytes]]
 # hpack's debug messages contain all headers, including secrets.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
-_MOST_KNOWN = 64
-_LONGEST_KNOWN = 512
+_MOST_CACHED = 64
+_LONGEST_CACHED = 512
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
-_LONG_UPDATE = 0x1F  # in the first byte: the integer continues
-_MOST_UPDATES = 2  # of the table's size per block
+_LONG_UPDATE = 0x1F  # In the first byte of an update: more bytes of the integer follow.
+_MOST_UPDATES = 2  # updates of the table's size per block
 _LONGEST_LENGTH = 19  # digits
 
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
@@ -57,27 +57,34 @@ class HeaderDecoder(Generic[Read]):
     def __init__(self, read: Callable[[Fields], Read], largest: int) -> None:
         self._decoder = Decoder(largest)
         self._read = read
-        self._known: dict[bytes, Read] = {}
-        self._keeps = hasattr(self._decoder.header_table, "dynamic_entries")
+        self._heads: dict[bytes, Read] = {}
+        self._caches = hasattr(self._decoder.header_table, "dynamic_entries")
 
     def request(self, block: bytes) -> Read:
         """Return the head of a request.
 
-        Raise StreamFault if it is malformed, or ConnectionFault.
+        Raises:
+            StreamFault: The fields are malformed.
+            ConnectionFault: The block cannot be decoded.
         """
-        known = self._known.get(block)
-        if known is not None:
-            return known
-        fields, keeps = self._decode(block)
+        cached = self._heads.get(block)
+        if cached is not None:
+            return cached
+        fields, is_cacheable = self._decode(block)
         found = self._read(request_fields(fields))
-        if keeps and len(block) <= _LONGEST_KNOWN:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[block] = found
+        if is_cacheable and len(block) <= _LONGEST_CACHED:
+            if len(self._heads) >= _MOST_CACHED:
+                self._heads.clear()
+            self._heads[block] = found
         return found
 
     def trailers(self, block: bytes) -> None:
-        """Decode and validate the trailers of a request; raise like `request`."""
+        """Decode and validate the trailers of a request.
+
+        Raises:
+            StreamFault: The fields are malformed.
+            ConnectionFault: The block cannot be decoded.
+        """
         check_trailers(self._decode(block)[0])
 
     def skip(self, block: bytes) -> None:
@@ -87,10 +94,11 @@ class HeaderDecoder(Generic[Read]):
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
         """Return the fields of a block, and whether an identical block will decode identically.
 
-        Raises ConnectionFault, after which no further block can be decoded.
+        Raises:
+            ConnectionFault: The block cannot be decoded, nor any later block.
         """
         table = self._decoder.header_table
-        entries: Sequence[object] = table.dynamic_entries if self._keeps else ()
+        entries: Sequence[object] = table.dynamic_entries if self._caches else ()
         count, newest = len(entries), entries[0] if entries else None
         is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
         if is_update:
@@ -98,13 +106,13 @@ class HeaderDecoder(Generic[Read]):
         try:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header list") from None
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header list too large") from None
         except HPACKError:
-            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block") from None
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block") from None
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
-            self._known.clear()
+            self._heads.clear()
             return fields, False
-        return fields, self._keeps
+        return fields, self._caches
 
 
 def _check_updates(block: bytes) -> None:
@@ -116,7 +124,7 @@ def _check_updates(block: bytes) -> None:
     while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
         count += 1
         if count > _MOST_UPDATES:
-            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block")
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block")
         is_continued = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
         at += 1
         while is_continued and at < len(block):
@@ -125,13 +133,14 @@ def _check_updates(block: bytes) -> None:
 
 
 def request_fields(fields: Fields) -> Fields:
-    """Return the fields of a request as gRPC's core and HTTP/1.1 read them.
+    """Return the validated fields of a request.
 
-    White space around a value is removed. Fields that concern a connection, which programs forward
-    as metadata, are dropped: framing is HTTP/2's, so that they cannot affect it.
+    White space around values is removed, as in gRPC's core and HTTP/1.1. Fields of HTTP/1.1
+    connections, which some programs forward as metadata, are removed: they have no effect in
+    HTTP/2.
 
     Raises:
-        StreamFault: The head is malformed otherwise (RFC 9113, 8.2 and 8.3).
+        StreamFault: The head is malformed (RFC 9113, 8.2 and 8.3).
     """
     pseudo: set[bytes] = set()
     found: list[tuple[bytes, bytes]] = []

@@ -78,39 +78,46 @@ class Limits:
 
 
 class Budget:
-    """A token bucket of `most` tokens that refills at `per_s` per second; `left` are available."""
+    """A token bucket, which refills at a constant rate.
 
-    __slots__ = ("_at", "_clock", "_most", "_per_s", "_what", "left")
+    Args:
+        capacity: The number of tokens of a full bucket.
+        per_s: The number of tokens that are added per second.
+        clock: Returns the time in seconds.
+        noun: The events that cost a token each, for the error.
+    """
 
-    def __init__(self, most: int, per_s: float, clock: Callable[[], float], what: str) -> None:
-        self._most = most
-        self.left = most
+    __slots__ = ("_at", "_capacity", "_clock", "_noun", "_per_s", "tokens")
+
+    def __init__(self, capacity: int, per_s: float, clock: Callable[[], float], noun: str) -> None:
+        self._capacity = capacity
+        self.tokens = capacity
         self._per_s = per_s
         self._clock = clock
         self._at = clock()
-        self._what = what
+        self._noun = noun
 
     @property
     def debt(self) -> int:
         """Return the number of tokens spent and not earned back."""
-        return self._most - self.left
+        return self._capacity - self.tokens
 
     def spend(self) -> None:
         """Spend a token; raise ConnectionFault if none is left."""
-        self.left -= 1
-        if self.left < 0:
+        self.tokens -= 1
+        if self.tokens < 0:
             now = self._clock()
             earned = int((now - self._at) * self._per_s)
             if earned:
                 self._at = now
-                self.left = min(self.left + earned, self._most)
-            if self.left < 0:
-                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
+                self.tokens = min(self.tokens + earned, self._capacity)
+            if self.tokens < 0:
+                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._noun}")
 
     def earn(self, count: int) -> None:
-        """Return tokens for useful work of the client."""
-        if self.left < self._most:
-            self.left = min(self.left + count, self._most)
+        """Add tokens for useful work of the client, up to the capacity."""
+        if self.tokens < self._capacity:
+            self.tokens = min(self.tokens + count, self._capacity)
 
 
 Bytes = bytes | memoryview
@@ -122,7 +129,7 @@ _SIZE_SHIFT = 4  # this many bytes (as a power of two) cost as much as a frame
 
 @final
 @dataclass(slots=True, eq=False)
-class Begun(Generic[T]):
+class StreamOpened(Generic[T]):
     """A stream was opened; `head` is the converted head of its request."""
 
     stream: Stream
@@ -149,13 +156,13 @@ class StreamReset:
 
 @final
 @dataclass(slots=True, eq=False)
-class PingAnswered:
+class PingAcknowledged:
     """The client acknowledged a PING."""
 
     payload: bytes
 
 
-Event = Begun[T] | Data | StreamReset | PingAnswered
+Event = StreamOpened[T] | Data | StreamReset | PingAcknowledged
 
 
 class FrameReader(ABC, Generic[T]):
@@ -172,7 +179,7 @@ class FrameReader(ABC, Generic[T]):
         self.ready = False  # the client's SETTINGS have arrived
         self.frames_in = 0
         self._buffer = bytearray()  # the start of an incomplete frame
-        self._needed = 0  # bytes of it required before parsing continues
+        self._needed = 0  # bytes that the buffer needs before parsing continues
         self._opened = False  # the preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream = 0
@@ -280,13 +287,10 @@ class FrameReader(ABC, Generic[T]):
         return len(PREFACE)
 
     def _check_size(self, kind: int, size: int) -> None:
-        if size > self._limits.frame:
+        if size > self._limits.frame or kind not in (HEADERS, CONTINUATION):
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
-        if kind in (HEADERS, CONTINUATION):
-            if size > self._limits.header_block:
-                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
-        else:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+        if size > self._limits.header_block:
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
 
     # --- data
 
@@ -295,14 +299,14 @@ class FrameReader(ABC, Generic[T]):
     ) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "frame too large")
         padding = taken = 0
         if flags & PADDED:
             if not size:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of a wrong size")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of an invalid length")
             padding, taken = data[at], 1
             if padding >= size:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
         self.arriving = size - taken - padding
         self._padding_left = padding
         self._piece_ends = bool(flags & END_STREAM)
@@ -317,7 +321,7 @@ class FrameReader(ABC, Generic[T]):
                 size = end - at
             self.arriving -= size
             if self.arriving_for is not None:
-                self._give(self.arriving_for, view[at : at + size], events)
+                self._pass_data(self.arriving_for, view[at : at + size], events)
             return at + size
         size = min(self._padding_left, end - at)
         self._padding_left -= size
@@ -327,11 +331,13 @@ class FrameReader(ABC, Generic[T]):
 
     def _begin_block(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
         if not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, "HEADERS on a stream that no client may open"
+            )
         if flags & (PADDED | HAS_PRIORITY):
             payload = _block_of(flags, payload)
         if flags & END_HEADERS:
-            self._headers_came(number, flags, payload, events)
+            self._handle_headers(number, flags, payload, events)
         else:
             self._block = bytearray(payload)
             self._block_stream, self._block_flags, self._block_frames = number, flags, 0
@@ -345,10 +351,10 @@ class FrameReader(ABC, Generic[T]):
             self._block_frames > self._limits.continuations
             or len(self._block) > self._limits.header_block
         ):
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header block too large")
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
-            self._headers_came(self._block_stream, self._block_flags, block, events)
+            self._handle_headers(self._block_stream, self._block_flags, block, events)
 
     # --- implemented by the subclass
 
@@ -360,11 +366,13 @@ class FrameReader(ABC, Generic[T]):
         """
 
     @abstractmethod
-    def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
+    def _pass_data(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         """Handle a piece of data."""
 
     @abstractmethod
-    def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
+    def _handle_headers(
+        self, number: int, flags: int, block: bytes, events: list[Event[T]]
+    ) -> None:
         """Handle a complete header block."""
 
     @abstractmethod
@@ -383,12 +391,12 @@ def _block_of(flags: int, payload: bytes) -> bytes:
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of an invalid length")
         start, end = 1, end - payload[0]
     if flags & HAS_PRIORITY:
         if len(payload) - start < 5:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of an invalid length")
         start += 5
     if end < start:
-        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
+        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
     return payload[start:end]

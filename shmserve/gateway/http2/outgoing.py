@@ -25,19 +25,21 @@ from shmserve.gateway.http2.frames import (
     pack_long,
 )
 
-_pack_start = struct.Struct(">HBBB").pack  # of a frame header, up to the stream id
+_pack_start = struct.Struct(">HBBB").pack  # packs a frame header up to the stream id
 _OVERFLOW = "a window of more than 2^31-1"
 _JOINED = 32 * 1024  # responses up to this size are copied into one buffer
-_TURN = 256 * 1024  # bytes per stream and turn
+_TURN = 256 * 1024  # bytes that a stream may send before the next stream's turn
 
 
 class Stream:
-    """An open or half-closed stream; `call` belongs to its receiver.
+    """An open or half-closed stream.
 
     Attributes:
-        ended: The client sends no more.
-        finished: All output is queued.
-        on_sent: Called once all output has been passed to the socket.
+        call: The call of the stream, which the receiver of the events sets.
+        ended: Whether the client has ended its side of the stream.
+        finished: Whether all output is queued.
+        on_progress: The callback for the time when queued data was sent.
+        on_sent: The callback for the time when all output was passed to the socket.
     """
 
     __slots__ = (
@@ -93,7 +95,7 @@ class Outgoing:
         self.waiting: dict[Stream, None] = {}  # streams with unsent data, in turn
         self.frames = 0  # number of data frames
         self.bytes = 0  # number of data bytes
-        self.grown = False  # a window has grown: `resume` must be called
+        self.window_grown = False  # a window has grown: `resume` must be called
 
     # --- called by the receiver of calls
 
@@ -197,7 +199,7 @@ class Outgoing:
             self.window += more
             if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
-            self.grown = True
+            self.window_grown = True
             return
         stream.send_window += more
         if stream.send_window > LARGEST_WINDOW:
@@ -214,11 +216,11 @@ class Outgoing:
             if stream.send_window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
         if more > 0:
-            self.grown = True
+            self.window_grown = True
 
     def resume(self) -> None:
         """Send what the windows permit, stream by stream."""
-        self.grown = False
+        self.window_grown = False
         sendable = list(self.waiting)
         while sendable and not self.paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.

@@ -52,43 +52,45 @@ class BodyBudget:
     """The memory of the bodies that are arriving.
 
     Args:
-        most: The limit of the bytes of all bodies outside of the arena. A single body has a limit
-            of its own.
-        trim: Is notified of returned memory.
+        capacity: The limit of the bytes of all bodies outside of the arena. A single body has a
+            limit of its own.
+        trim: Is notified of released memory.
     """
 
-    def __init__(self, most: int, trim: MallocTrim) -> None:
-        self._most = most
+    def __init__(self, capacity: int, trim: MallocTrim) -> None:
+        self._capacity = capacity
         self._trim = trim
         self._used = 0
         self._bodies: set[Arrival] = set()
 
-    def take(self, body: Arrival, more: int) -> None:
-        """Count `more` bytes of a body, until `give`.
+    def reserve(self, body: Arrival, more: int) -> None:
+        """Count `more` bytes of a body, until `release`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
         """
         self._bodies.add(body)
-        body.held += more
+        body.heap_bytes += more
         self._used += more
-        if self._used > max(self._most, body.held):
-            for slow in self._slow(attrgetter("held")):
+        if self._used > max(self._capacity, body.heap_bytes):
+            for slow in self._slow(attrgetter("heap_bytes")):
                 slow.evict()
-                if self._used <= max(self._most, body.held):
+                if self._used <= max(self._capacity, body.heap_bytes):
                     break
             else:
-                raise Unavailable(f"server memory for request bodies ({self._most} bytes) is full")
+                raise Unavailable(
+                    f"server memory for request bodies ({self._capacity} bytes) is full"
+                )
         body.check()
 
-    def give(self, body: Arrival) -> None:
-        """Return the bytes of a body that is complete or discarded."""
-        held, body.held = body.held, 0
-        self._used -= held
+    def release(self, body: Arrival) -> None:
+        """Release the bytes of a body that is complete or discarded."""
+        heap_bytes, body.heap_bytes = body.heap_bytes, 0
+        self._used -= heap_bytes
         self._bodies.discard(body)
-        self._trim.soon(held)
+        self._trim.soon(heap_bytes)
 
-    def keep(self, body: Arrival) -> None:
+    def register(self, body: Arrival) -> None:
         """Register a body that has a block of the arena."""
         self._bodies.add(body)
 
@@ -125,7 +127,7 @@ class Arrival:
 
     Attributes:
         received: The number of received bytes.
-        held: The number of bytes outside of the arena, which count in the budget.
+        heap_bytes: The number of bytes outside of the arena, which count in the budget.
     """
 
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
@@ -134,11 +136,11 @@ class Arrival:
         self._began = time.monotonic()
         self._waiting: asyncio.Timeout | None = None  # the current wait
         self._since = 0.0  # the start of the current wait
-        self._waited_s = 0.0  # the earlier waits
+        self._waited_s = 0.0  # the total time of the earlier waits
         self._release: Callable[[], None] | None = None
         self._evicted = False
         self.received = 0
-        self.held = 0
+        self.heap_bytes = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
         """Return the result of `read`.
@@ -163,28 +165,28 @@ class Arrival:
 
     # --- memory
 
-    def hold(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
         """Count `more` bytes outside of the arena, until `release_budget`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
             BodyTimeout: The body was evicted.
         """
-        self._budget.take(self, more)
+        self._budget.reserve(self, more)
 
     def release_budget(self) -> None:
-        """Return the bytes of `hold`, since the body is complete or discarded."""
-        self._budget.give(self)
+        """Release the bytes of `reserve`, since the body is complete or discarded."""
+        self._budget.release(self)
 
-    def keep(self, release: Callable[[], None]) -> None:
+    def register_block(self, release: Callable[[], None]) -> None:
         """Register an arena block until `release_budget`; eviction calls `release`."""
         self._release = release
-        self._budget.keep(self)
+        self._budget.register(self)
 
     @contextmanager
-    def keeping(self, release: Callable[[], None]) -> Iterator[None]:
-        """Register an arena block for the time of this block; eviction calls `release`."""
-        self.keep(release)
+    def registered_block(self, release: Callable[[], None]) -> Iterator[None]:
+        """Register an arena block for the duration of a `with` statement, as `register_block`."""
+        self.register_block(release)
         try:
             yield
         finally:
@@ -212,7 +214,7 @@ class Arrival:
     def evict(self) -> None:
         """Release the memory of the body, and end the wait for it with BodyTimeout."""
         self._evicted = True
-        self._budget.give(self)
+        self._budget.release(self)
         if self._release is not None:
             self._release()
         if self._waiting is not None and not self._waiting.expired():
@@ -221,4 +223,4 @@ class Arrival:
     def check(self) -> None:
         """Raise BodyTimeout if the body was evicted, and its memory released."""
         if self._evicted:
-            raise BodyTimeout("the request body came too slowly: others need the memory for it")
+            raise BodyTimeout("the request body arrived too slowly while memory was short")

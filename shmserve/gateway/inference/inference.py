@@ -35,7 +35,7 @@ from shmserve.errors import (
     Unavailable,
     from_code,
 )
-from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, loaded
+from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.links import GatewayRequest
@@ -56,7 +56,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 logger = logging.getLogger(__name__)
 
 Message = m.Responded | m.Failed
-_MOST_TEMPLATES = 8  # of one stream
+_MOST_TEMPLATES = 8  # templates of one stream
 
 R = TypeVar("R", bound=GatewayRequest)
 
@@ -168,12 +168,12 @@ async def reload(gateway: Gateway, built: BuiltRequest) -> None:
     """Load the model of a request again, if it was unloaded while the request arrived.
 
     Raises:
-        ShmserveError: As in `loaded`. The resources of the request are released.
+        ShmserveError: As in `resolve_model`. The resources of the request are released.
     """
     if built.model.published:
         return
     try:
-        await loaded(gateway, built.model.name, built.model.version)
+        await resolve_model(gateway, built.model.name, built.model.version)
     except BaseException:
         built.release()
         raise
@@ -193,8 +193,8 @@ def log_failure(built: BuiltRequest, error: ShmserveError) -> None:
         error.traceparent = trace.context.traceparent
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
-        what = "failed" if error.server_fault else "was refused"
-        args = (built.model.name, what, error.message)
+        outcome = "failed" if error.server_fault else "was refused"
+        args = (built.model.name, outcome, error.message)
         extra = {
             "request_id": built.infer_request.id,
             "trace_id": trace and trace.context.trace_id,
@@ -229,7 +229,7 @@ class UnaryInference(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if not self.ended:
-            self.discard(message)  # the model has one response
+            self.discard(message)  # The model has exactly one response.
             return
         self.message = message
         built = self.built
@@ -430,18 +430,18 @@ def classified_as_requested(
         return inferred
     batched = bool(model.signature.max_batch_size)
 
-    def shown(tensor: TensorRef) -> TensorRef:
+    def classify(tensor: TensorRef) -> TensorRef:
         count = classes.get(tensor.name, 0)
         if not count:
             return tensor
         raw = tensor.data
         data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
-        return _shown(tensor, data, count, model.labels.get(tensor.name, ()), batched=batched)
+        return _classified(tensor, data, count, model.labels.get(tensor.name, ()), batched=batched)
 
-    return replace(inferred, outputs=tuple(map(shown, inferred.outputs)))
+    return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
 
-def _shown(
+def _classified(
     tensor: TensorRef,
     data: bytes | memoryview,
     count: int,

@@ -75,7 +75,7 @@ class BuiltRequest:
     trace: RequestTrace | None = None
 
     def release(self) -> None:
-        """Release the resources of the request, which is not submitted."""
+        """Release the resources of a request that is not submitted."""
         if self.on_release is not None:
             self.on_release()
 
@@ -146,7 +146,7 @@ class Resources:
         return self._offset >= 0 or self._uses is not None
 
     @property
-    def placed(self) -> bool:
+    def has_block(self) -> bool:
         """Return whether the request has a block of the arena."""
         return self._offset >= 0
 
@@ -241,8 +241,10 @@ class RequestTemplate:
             received, data = data, self._data.copy()
             for slot, item in zip(self._slots, received, strict=True):
                 data[slot] = item
-        how = (self._schema, data, on_release, regions, self._responses)
-        return BuiltRequest(self._model, self._request, *how)
+        return BuiltRequest(
+            *(self._model, self._request, self._schema, data),
+            *(on_release, regions, self._responses),
+        )
 
 
 def build(
@@ -275,14 +277,14 @@ def build_with_template(
     A request with large tensors in the body and others in regions has no template.
     """
     built, resources, datas = _build(gateway, model, request, body, at)
-    if resources.placed and resources.regions:
+    if resources.has_block and resources.regions:
         return built, None
     sizes = [
         None if tensor.data is None and tensor.memory_range is not None else len(data or b"")
         for tensor, data in zip(request.inputs, datas, strict=True)
     ]
     uses = resources.uses if resources.regions else None
-    large = partial(resources_of, gateway) if resources.placed else None
+    large = partial(resources_of, gateway) if resources.has_block else None
     return built, RequestTemplate(built, sizes, uses, large)
 
 
@@ -431,51 +433,52 @@ class ArrivingTensors:
         self.views = views
         self.begun = 0
         self.release = release
-        self._left = _NOTHING  # the rest of the tensor that is arriving
+        self._remaining = _NOTHING  # the rest of the tensor that is arriving
 
     def begin(self, size: int) -> bool:
         """Begin the next tensor; return whether there is one of this size."""
         if self.begun == len(self.views) or len(self.views[self.begun]) != size:
             return False
-        self._left = self.views[self.begun]
+        self._remaining = self.views[self.begun]
         self.begun += 1
         return True
 
     def feed(self, piece: memoryview) -> int:
         """Receive bytes of the current tensor; return how many bytes belong to it."""
-        size = min(len(self._left), len(piece))
-        if size and piece.obj is not self._left.obj:  # else they are in place
-            self._left[:size] = piece[:size]
-        self._left = self._left[size:]
+        size = min(len(self._remaining), len(piece))
+        # Otherwise the bytes are in place already.
+        if size and piece.obj is not self._remaining.obj:
+            self._remaining[:size] = piece[:size]
+        self._remaining = self._remaining[size:]
         return size
 
     def feed_all(self, piece: memoryview) -> None:
         """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
-            if self._left or self.begun == len(self.views):
+            if self._remaining or self.begun == len(self.views):
                 return
             self.begin(len(self.views[self.begun]))
 
-    def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None between tensors."""
-        return self._left[:most] if self._left else None
+    def next_buffer(self, byte_limit: int) -> memoryview | None:
+        """Return the memory of the next bytes, at most `byte_limit`; None between tensors."""
+        return self._remaining[:byte_limit] if self._remaining else None
 
     @property
     def missing(self) -> int:
         """Return the number of bytes that the current tensor lacks."""
-        return len(self._left)
+        return len(self._remaining)
 
     @property
     def complete(self) -> bool:
         """Return whether all tensors were received."""
-        return not self._left and self.begun == len(self.views)
+        return not self._remaining and self.begun == len(self.views)
 
     def received(self) -> list[bytes]:
         """Return the received bytes of each tensor that has begun."""
         found = [bytes(view) for view in islice(self.views, self.begun)]
-        if self._left:
-            found[-1] = found[-1][: -len(self._left)]
+        if self._remaining:
+            found[-1] = found[-1][: -len(self._remaining)]
         return found
 
 

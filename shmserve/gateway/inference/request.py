@@ -109,6 +109,11 @@ class InferRequest:
         )
 
     @property
+    def region_outputs(self) -> set[str]:
+        """Return the names of the outputs that are written to the client's regions."""
+        return {output.name for output in self.outputs if output.memory_range is not None}
+
+    @property
     def classes(self) -> dict[str, int]:
         """Return the number of classes of each classified output, by name."""
         return {output.name: output.classes for output in self.outputs if output.classes}

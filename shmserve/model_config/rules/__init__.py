@@ -311,7 +311,7 @@ def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
         if near:
             found.append(f"parameters: '{clip(name)}' means nothing here, did you mean '{near}'?")
     if written.HasField("dynamic_batching") and final.max_batch_size < 1:
-        found.append("dynamic_batching: nothing is batched, as max_batch_size is 0")
+        found.append("dynamic_batching: no effect because max_batch_size is 0")
     return found
 
 

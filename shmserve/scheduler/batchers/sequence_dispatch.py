@@ -90,7 +90,7 @@ class SequenceDispatch(Dispatcher):
         request.flags = sequence_key.flags
         if self._sequences.arrive(request, sequence_key.correlation_id):
             logger.warning(
-                "sequence %s of model '%s' began anew without having ended",
+                "sequence %s of model '%s' was restarted before its END",
                 sequence_key.correlation_id,
                 self._name,
             )

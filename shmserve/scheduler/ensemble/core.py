@@ -52,7 +52,7 @@ _MOST_PLANS = 64
 _DEADLOCK = (
     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 )
-_MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
+_MANY = "a step has become decoupled, but the ensemble returns one response: reload the ensemble"
 
 
 class EnsembleCore(Core[EnsembleRequest]):
@@ -346,6 +346,6 @@ def _check_ranges(
             readers = {reader.index for reader in route.readers} - {writer, RESPONSE}
             if readers and memory_range.overlaps(value.data):
                 raise InvalidArgument(
-                    f"output '{name}' is to go over input '{tensor}', which other "
+                    f"output '{name}' overlaps input '{tensor}', which other "
                     "steps of the ensemble read"
                 )

@@ -246,8 +246,8 @@ class EnsembleMemory:
         memory = data.memory
         if memory.cuda is not None or memory.copied or not memory.sealed:
             raise InvalidArgument(
-                f"'{name}' is a condition, which is to be sent in the request and not in a "
-                "shared memory region"
+                f"'{name}' is a condition, which must be sent in the request, not in a shared "
+                "memory region"
             )
         return any(self._mappings.view(data))
 
@@ -324,7 +324,7 @@ class DeviceBlocks:
             made = _Segment(self._cuda, device, size)
         except ShmserveError as error:
             self._full.add(device)
-            logger.warning("tensors between steps go by the host's memory: %s", error.message)
+            logger.warning("tensors between steps use host memory: %s", error.message)
             return None
         self._segments[made.memory.id] = made
         return made

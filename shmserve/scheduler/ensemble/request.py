@@ -396,7 +396,7 @@ class EnsembleRequests:
         schema = self._schemas.find(kind)
         if schema is None:
             schema = self._response_schema(response, *sequence)
-            self._schemas.remember(kind, schema)
+            self._schemas.store(kind, schema)
         return schema, data
 
     def _response_schema(

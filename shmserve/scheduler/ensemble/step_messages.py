@@ -177,7 +177,7 @@ class StepMessages:
         kind: StepKind | None = firing.step.kinds.find(key)
         if kind is None:
             kind = self._new_kind(request, firing, target)
-            firing.step.kinds.remember(key, kind)
+            firing.step.kinds.store(key, kind)
         blocks = self._allocate(kind) if kind.sizes else {}
         data: list[Any] = []
         override: dict[str, Any] | None = None

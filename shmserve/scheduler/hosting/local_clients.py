@@ -139,7 +139,7 @@ class LocalClientRules:
                 f"{LONGEST_CORRELATION_ID} characters at most"
             )
         if submit.trace and not is_trace(submit.trace):
-            raise InvalidArgument("a request's trace must be as the protocol's description has it")
+            raise InvalidArgument("a request's trace is malformed (see the protocol's description)")
         self._check_data(number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
@@ -214,7 +214,7 @@ class LocalClientRules:
         if key in self._memories:
             return
         if not self._capabilities.owns(number, memory_range.memory):
-            raise InvalidArgument("a tensor lies in memory that this client has not shared")
+            raise InvalidArgument("a tensor is in memory that this client has not shared")
         if len(self._memories) >= _MOST_MEMORIES:
             self._memories.clear()
         self._memories.add(key)
@@ -286,4 +286,4 @@ class LocalTraces:
     def process_exited(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
         for key in [key for key in self.open if first_number(key[0]) == number]:
-            self._report_trace(*self.open.pop(key), b"", "its client has gone")
+            self._report_trace(*self.open.pop(key), b"", "the client has disconnected")

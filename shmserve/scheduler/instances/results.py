@@ -265,7 +265,7 @@ class Results:
         else:
             text = "the model's worker died while running this request" + why
             if once:
-                text += "; its outputs go over its inputs, which may be changed"
+                text += "; its outputs overlap its inputs, which may have changed"
             self._lost(request, text, now_ns)
 
     def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
@@ -293,7 +293,7 @@ class Results:
     def _distrust(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker that returned what it was not given: its state is unknown."""
         if slot.state is SlotState.BUSY:
-            self._doom(slot, "it returned a batch that it was not given")
+            self._doom(slot, "it returned a batch that was not sent to it")
             for request in slot.requests.values():
                 if request.state in AT_WORK:
                     self._fail_early(request, "internal error", now_ns)

@@ -65,12 +65,12 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
 def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
     """Require a usable run directory; one server uses it at a time."""
     if facts.problem:
-        return wrong(facts.problem, "another --run-dir, or mend this one")
+        return wrong(facts.problem, "choose another --run-dir, or repair this one")
     if facts.server_pid:
         return ok(f"{facts.path}, where a server runs (pid {facts.server_pid})")
     if facts.free_bytes < _LITTLE:
         found = f"{facts.path}, where {megabytes(facts.free_bytes)} are free"
-        return warning(found, "make room there, or --run-dir elsewhere")
+        return warning(found, "free space there, or choose another --run-dir")
     return ok(str(facts.path))
 
 
@@ -115,7 +115,9 @@ def judge_ports(ports: PortFacts) -> Verdict:
         text for text, pids in ports.refused if not ports.server_pid or ports.server_pid not in pids
     ]
     if problems:
-        return wrong("; ".join(problems), "end who listens there, or choose another port")
+        return wrong(
+            "; ".join(problems), "stop the process that listens there, or choose another port"
+        )
     user = f"of the server that runs (pid {ports.server_pid})" if ports.refused else "free"
     return ok(f"{', '.join(ports.addresses)}: {user}" if ports.addresses else "none are wanted")
 

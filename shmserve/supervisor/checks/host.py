@@ -84,7 +84,7 @@ def judge_parser(in_c: bool) -> Verdict:
     fix = (
         "unset AIOHTTP_NO_EXTENSIONS, or pip install --force-reinstall --only-binary :all: aiohttp"
     )
-    return wrong("aiohttp's in Python, which is slow, and has let requests be smuggled", fix)
+    return wrong("aiohttp's in Python, which is slow and has allowed request smuggling", fix)
 
 
 def gather_units(_: ServerConfig) -> tuple[int, str]:

@@ -58,7 +58,7 @@ def run_checks(
         try:
             yield check, check.judge(check.gather(config))
         except Exception as error:
-            yield check, warning(f"cannot be looked at: {error}", "look at it by hand")
+            yield check, warning(f"cannot be inspected: {error}", "inspect it manually")
 
 
 def check_at_start(config: ServerConfig) -> None:

@@ -140,7 +140,7 @@ class EventPublisher:
         try:
             self._socket = Xpub(endpoint, updated)
         except OSError as error:
-            logger.error("no events can be listened to: %s", error)
+            logger.error("the event socket cannot be opened: %s", error)
 
     def is_followed(self, topic: str) -> bool:
         """Return whether a topic has a subscriber."""

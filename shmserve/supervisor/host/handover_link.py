@@ -63,7 +63,7 @@ class Offer:
             data, fds = _receive(link, _MOST_SOCKETS)
             response = json.loads(data or b'{"refused": "it ends"}')
             if response.get("version", _VERSION) != _VERSION:
-                response = {"refused": "it is of another version, which hands over in another way"}
+                response = {"refused": "its version uses another handover protocol"}
             if "refused" in response:
                 raise ConnectionAbortedError(response["refused"])
         except OSError as error:
@@ -99,7 +99,7 @@ class Offer:
 
 
 def refuse(link: socket.socket, reason: str) -> None:
-    """Refuse a successor; the reason continues "the server there cannot be followed: "."""
+    """Refuse a successor; the reason continues "the server there cannot be taken over: "."""
     with link, contextlib.suppress(OSError):
         link.send(json.dumps({"refused": reason}).encode())
 
@@ -114,14 +114,14 @@ def _receive(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
 
 def _refusal(run_dir: Path, error: OSError) -> str:
     if isinstance(error, ConnectionAbortedError):
-        return f"the server of '{run_dir}' cannot be followed: {error}"
+        return f"the server of '{run_dir}' cannot be taken over: {error}"
     if isinstance(error, PermissionError):
-        return f"'{run_dir}' is another user's"
+        return f"'{run_dir}' belongs to another user"
     if isinstance(error, TimeoutError):
         return f"the server of '{run_dir}' does not answer"
     if (run_dir / "control").is_socket() and isinstance(error, FileNotFoundError):
         return (
-            f"the server of '{run_dir}' is of a version that cannot be followed: stop it, and "
+            f"the server of '{run_dir}' has a version that cannot hand over: stop it, and "
             "start this one without --take-over"
         )
     return f"no server runs in '{run_dir}': start this one without --take-over"

@@ -46,7 +46,7 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
 def _unguarded(flag: str, address: str) -> InvalidArgument:
     return InvalidArgument(
         f"{flag}: other hosts reach {address}, so clients must show a token "
-        "(--auth-token-file FILE), or everybody may do everything (--insecure)"
+        "(--auth-token-file FILE); --insecure gives every client full access instead"
     )
 
 

@@ -69,7 +69,7 @@ class RunDirectory:
         with refused(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
         if group >= 0:
-            with refused(f"--shm-group: group {group} cannot be let into '{self.path}'"):
+            with refused(f"--shm-group: group {group} cannot be given access to '{self.path}'"):
                 try:
                     admit_group(self.path, group)
                 except OSError:
@@ -108,8 +108,8 @@ class RunDirectory:
                 # The last process of a killed server may have removed the lock, but not all files.
                 if time.monotonic() > deadline:
                     raise InvalidArgument(
-                        f"--run-dir: '{self.path}' holds files that are no server's; it must be "
-                        "empty, or what a killed server left"
+                        f"--run-dir: '{self.path}' contains files that do not belong to a "
+                        "server; it must be empty, or the run directory of a killed server"
                     )
                 time.sleep(_LOCK_PAUSE_S)
                 continue
@@ -190,8 +190,8 @@ def objection(path: Path, status: os.stat_result, group_bits: int) -> str:
         )
     if len(os.fsencode(path)) > LONGEST_RUN_DIRECTORY:
         return (
-            f"'{path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the room a socket's name "
-            "leaves"
+            f"'{path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the limit for the path "
+            "of a socket"
         )
     return ""
 

@@ -220,6 +220,6 @@ def _listening(fd: int, name: str) -> socket.socket:
     except OSError:
         listens = 0
     if not listens:
-        raise InvalidArgument(f"LISTEN_FDS: descriptor {fd} ('{name}') is no socket that listens")
+        raise InvalidArgument(f"LISTEN_FDS: descriptor {fd} ('{name}') is not a listening socket")
     sock.setblocking(False)
     return sock

@@ -295,8 +295,8 @@ class LocalClientServer:
             return data
         logger.log(
             level,
-            "model '%s' version %s is not for shmserve.client: its inputs and outputs take %d bytes"
-            " to describe, and a socket carries %d (net.core.wmem_default)",
+            "model '%s' version %s is not available to shmserve.client: the description of its "
+            "inputs and outputs has %d bytes, and a message at most %d (net.core.wmem_default)",
             *(message.name, message.version, len(data), self._largest),
         )
         return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])

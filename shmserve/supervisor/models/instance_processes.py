@@ -482,7 +482,7 @@ class Instances:
                 killed = child is not None and child.was_killed
                 instance.failed_loads += not killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
-                logger.error("instance '%s' did not start again: %s", instance.name, text)
+                logger.error("instance '%s' did not restart: %s", instance.name, text)
                 if instance.failed_loads < _MOST_FAILED_LOADS:
                     pause = self._pause_s(instance, child, 0)
                     continue

@@ -184,7 +184,7 @@ class LoadPlanner:
         if folder.problem:
             raise InvalidArgument(folder.problem)
         if not (self._config.auto_complete or folder.config_path or folder.file or override):
-            raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config")
+            raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 
     def _filled(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:

@@ -366,13 +366,13 @@ class ModelManager:
         config = self._context.config
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
-                logger.warning("'%s' is a model's folder: a repository is what holds it", root)
+                logger.warning("'%s' is a model folder: the repository is its parent folder", root)
         found = await asyncio.to_thread(self._planner.scan)
         names = list(found)
         if not found and config.model_control_mode != "explicit":
             logger.warning(
-                "no model in %s: one is a folder there, with a configuration (config.pbtxt) or a "
-                "version's folder (1)",
+                "no model in %s: a model is a folder with a configuration (config.pbtxt) or a "
+                "version folder (1)",
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":

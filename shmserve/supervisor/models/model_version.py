@@ -281,7 +281,7 @@ class ModelVersion:
             await either(ended.closed, child.exited)
             if not self._lifetime.retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
-                logger.error("%s ended (%s); a new one takes over", child.title, reason)
+                logger.error("%s ended (%s); a replacement takes over", child.title, reason)
                 self.changed()
                 await self._replace(self._backoff.pause_s(time.monotonic() - started_at))
 

@@ -21,7 +21,7 @@ from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder, lacks
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 PATIENCE_S = 5.0  # for a readiness check
-_RESTARTING = "a process that ended is started again"
+_RESTARTING = "a process is being restarted"
 
 
 class ModelRegistry:

@@ -154,7 +154,9 @@ class RegionQuota:
         if not self._cuda:
             raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
         if copied:
-            raise InvalidArgument("memory that others may truncate is not mapped, nor pinned")
+            raise InvalidArgument(
+                "memory that other processes may truncate is neither mapped nor pinned"
+            )
         most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
             raise InvalidArgument(

@@ -328,8 +328,10 @@ class RegionRegistry:
         async def end() -> None:
             async with self._turn:
                 if region in (self._active.get(region.name), *self.draining.retired.values()):
-                    logger.warning("region '%s' ends with the process that owned it", region.name)
-                    await self._withdraw(region, "the process that owned it has ended")
+                    logger.warning(
+                        "region '%s' is unregistered because its owner has exited", region.name
+                    )
+                    await self._withdraw(region, "its owner has exited")
 
         in_background(end(), self._endings)
 

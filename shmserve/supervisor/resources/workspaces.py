@@ -102,7 +102,7 @@ class WorkspacePool:
         """
         if byte_size > self.capacity:
             raise InvalidArgument(
-                f"a workspace of {byte_size} bytes was asked for, and the device's pool has "
+                f"a workspace of {byte_size} bytes was requested, but the device's pool has "
                 f"{self.capacity}"
             )
         self._waiting.append(_Waiting(owner, ticket, byte_size))

@@ -48,7 +48,7 @@ def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> No
     try:
         assert server.wait_exit(30) == 1
         assert server.log() == (
-            "shmserve: no socket can be made in the run directory: No space left on device\n"
+            "shmserve: cannot create a socket in the run directory: No space left on device\n"
         )
     finally:
         server.discard()
@@ -63,7 +63,7 @@ def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
         inside = Path(f"/proc/{server.pid}/root{folder}")
         full = list(fill(inside))
         server.find_one("scheduler identity").kill()
-        server.wait_log("cannot start: no socket can be made in the run directory: No space left")
+        server.wait_log("cannot start: cannot create a socket in the run directory: No space left")
         assert not server.answers("/v2/models/identity/ready")
         with server.http() as http:
             array = np.arange(16, dtype=np.int32).reshape(1, 16)

@@ -61,7 +61,7 @@ KNOWN = [
     # --- streams
     Known(
         "",
-        r"\w+ over: STREAM_CLOSED a frame of a stream that has ended \| (-|resets 5)",
+        r"\w+ over: STREAM_CLOSED a frame on a closed stream \| (-|resets 5)",
         "5.1: a frame of a closed stream may end the connection",
     ),
     Known(
@@ -71,7 +71,7 @@ KNOWN = [
     ),
     Known(
         "h2",
-        r"(RST_STREAM|WINDOW_UPDATE) over: PROTOCOL_ERROR .* of a stream not begun \| -",
+        r"(RST_STREAM|WINDOW_UPDATE) over: PROTOCOL_ERROR .* on an idle stream \| -",
         "5.1.1: it does not look at frames of a server's streams",
     ),
     Known(
@@ -91,8 +91,8 @@ KNOWN = [
     ),
     Known(
         "ngh2",
-        r"(PRIORITY|HEADERS) over: PROTOCOL_ERROR (PRIORITY of no stream"
-        r"|a broken frame of a stream not begun) \| (-|resets 1)",
+        r"(PRIORITY|HEADERS) over: PROTOCOL_ERROR (PRIORITY on stream 0"
+        r"|a malformed frame on an idle stream) \| (-|resets 1)",
         "5.3: it does not look at priorities, which are deprecated",
     ),
     Known(
@@ -124,7 +124,7 @@ KNOWN = [
     ),
     Known(
         "ngh2",
-        r"DATA over: (PROTOCOL_ERROR more padding than frame|FRAME_SIZE_ERROR .*) \| -",
+        r"DATA over: (PROTOCOL_ERROR padding longer than the frame|FRAME_SIZE_ERROR .*) \| -",
         "6.1: it does not look at DATA of a stream that it has reset",
     ),
     Known(
@@ -160,7 +160,7 @@ KNOWN = [
     # --- requests
     Known(
         "",
-        r"\w+ over: COMPRESSION_ERROR a broken header block \| .*",
+        r"\w+ over: COMPRESSION_ERROR a malformed header block \| .*",
         "RFC 7541, 4.2: it takes more than two updates of the table's size",
     ),
     Known(

@@ -140,7 +140,7 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
         refused = http.infer("asked", {"inputs": given})
         assert (refused.status, refused.error) == (
             400,
-            "in ensemble 'asked', 'RUN' is a condition, which is to be sent in the request and not "
+            "in ensemble 'asked', 'RUN' is a condition, which must be sent in the request, not "
             "in a shared memory region",
         )
         http.unregister("condition").ok()

@@ -1,5 +1,8 @@
 """Ensembles and the models they need: loaded together, unloaded in order, ready when all are."""
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +10,18 @@ import numpy as np
 import pytest
 
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
-from tests.support.servers import Server
+from tests.support.gates import WAITING, holding
+from tests.support.servers import Server, refuses, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
 ALL = ("add", "other", "inner", "outer")
+CALL = """
+wait()
+tensors = [pb_utils.Tensor("X", self.input(request, "X"))]
+call = pb_utils.InferenceRequest(model_name="add", requested_output_names=["Y"], inputs=tensors)
+return pb_utils.InferenceResponse(call.exec().output_tensors())
+"""
 ADD = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
@@ -108,3 +118,37 @@ def test_what_cannot_be_loaded(http: Http, repository: Path) -> None:
         "inconsistent data type: TYPE_INT32 is inferred from model typed while TYPE_FP32 is "
         "inferred from model add\n"
     )
+
+
+def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
+    tmp_path: Path,
+) -> None:
+    """The next step and the call come after its begin, also those of an ensemble's steps."""
+    add_model(tmp_path, "add", ADD)
+    add_model(tmp_path, "slow", f"wait()\n{ADD}")
+    add_model(tmp_path, "caller", CALL)
+    add_model(tmp_path, "calling", CALL)
+    for name in ("slow", "caller", "calling"):
+        file = tmp_path / name / "1" / "model.py"
+        file.write_text(f"{WAITING}\n{file.read_text()}")
+    add_ensemble(tmp_path, "steps", [xy("slow", "IN", "m"), xy("add", "m", "OUT")])
+    add_ensemble(tmp_path, "calls", [xy("calling", "IN", "m"), xy("add", "m", "OUT")])
+    asked = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
+
+    def answer(model: str) -> float:
+        given, made, _ = asked[model]
+        with started.http(timeout_s=30) as http:
+            body = {"inputs": [json_input(given, np.array([1], np.float32))]}
+            return float(http.infer(model, body).ok().tensors()[made][0])
+
+    with running(tmp_path) as started, ThreadPoolExecutor(len(asked)) as people:
+        with holding(started.gate):
+            answers = {model: people.submit(answer, model) for model in asked}
+            for name in ("slow", "calling", "caller"):
+                until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
+            started.process.send_signal(signal.SIGTERM)
+            until("nobody is let in", lambda: refuses(started.http_port))
+        assert {model: each.result() for model, each in answers.items()} == {
+            model: made for model, (_, _, made) in asked.items()
+        }
+        assert started.wait_exit(20) == 0

@@ -239,8 +239,8 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
     found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
     assert (found.returncode, found.stderr) == (
         2,
-        f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are of a kind that "
-        "clients do not take (RSA, P-256 and P-384 are taken)\n",
+        f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' have a type of "
+        "key that clients reject (allowed: RSA, P-256, P-384)\n",
     )
 
 

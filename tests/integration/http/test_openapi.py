@@ -12,11 +12,11 @@ import schemathesis.openapi
 from hypothesis import HealthCheck, given, settings
 from schemathesis import checks
 
-from shmserve.gateway.http.routes import ROUTES, described
+from shmserve.gateway.http.routes import ROUTES, openapi_document
 from tests.support import repositories
 from tests.support.servers import Server, Start, run_python
 
-DOCUMENT = described(ROUTES)
+DOCUMENT = openapi_document(ROUTES)
 NAMES = {"model": ["simple", "identity", "nosuch"], "version": ["1", "7"]}
 for path in DOCUMENT["paths"].values():
     for operation in path.values():
@@ -90,7 +90,9 @@ def test_a_real_answer_is_as_described(asked: Server, path: str, body: Any) -> N
 
 def test_a_server_serves_it_and_a_page_that_shows_it(asked: Server) -> None:
     with asked.http() as http:
-        assert http.get("/openapi.json").ok().json() == json.loads(json.dumps(described(ROUTES)))
+        assert http.get("/openapi.json").ok().json() == json.loads(
+            json.dumps(openapi_document(ROUTES))
+        )
         reply = http.get("/docs").ok()
     assert reply.headers["Content-Type"].startswith("text/html")
     assert "default-src 'none'" in reply.headers["Content-Security-Policy"]

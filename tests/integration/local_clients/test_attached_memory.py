@@ -146,7 +146,7 @@ def test_what_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
             (-1, shmserve.client.InvalidArgument, "got -1"),
             (None, shmserve.client.InvalidArgument, "by its name in /dev/shm"),
             (np.zeros(4), shmserve.client.InvalidArgument, "by its name in /dev/shm"),
-            (file, shmserve.client.InvalidArgument, "a memfd, or an object in /dev/shm"),
+            (file, shmserve.client.InvalidArgument, "a memfd or an object in /dev/shm"),
             (reader, shmserve.client.InvalidArgument, "open for reading and writing"),
         ):
             with pytest.raises(kind, match=text):

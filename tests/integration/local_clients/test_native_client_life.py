@@ -567,7 +567,7 @@ def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
         gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
         error = future.exception(20)
         assert isinstance(error, shmserve.client.Unavailable)
-        assert "may be changed" in str(error)
+        assert "may have changed" in str(error)
         running.release()
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
@@ -638,7 +638,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept == 1).all()
-            with pytest.raises(shmserve.client.Disconnected, match="before it answered"):
+            with pytest.raises(shmserve.client.Disconnected, match="before the response"):
                 client._waiting().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4

@@ -270,7 +270,7 @@ def test_a_client_is_told_that_a_server_has_let_it_go() -> None:
         server = threading.Thread(target=let_go)
         server.start()
         stack.callback(server.join)
-        with pytest.raises(shmserve.client.Disconnected, match="perhaps of another version"):
+        with pytest.raises(shmserve.client.Disconnected, match="its version may differ"):
             shmserve.client.connect(run_dir)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import pydoc
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,20 @@ def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
         urlopen(Request(url, photo.read_bytes()))
     with refused.value as response:
         assert b"a file, needs Inference-Header-Content-Length: 0" in response.read()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+@pytest.mark.parametrize("size", [0, 100, 3_000_000])
+def test_curl_sends_a_file(tmp_path: Path, serve_model, size: int) -> None:
+    """As the guide has it; curl waits for "100 Continue" before a large file."""
+    (tmp_path / "lengths.py").write_text(ANY_NAME)
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\n\0" * (size // 4))
+    url = serve_model(f"{tmp_path / 'lengths.py'}:Lengths").url
+    header = "-HInference-Header-Content-Length: 0"
+    command = ["curl", "-sS", "--fail", "--data-binary", "@photo.jpg", header]
+    command.append(f"{url}/v2/models/lengths/infer")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert int.from_bytes(done.stdout[-4:], "little") == size
 
 
 def test_a_class_is_loaded_again_when_its_file_changes(tmp_path: Path, serve_model) -> None:

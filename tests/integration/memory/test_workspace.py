@@ -86,8 +86,8 @@ def test_without_a_pool_the_error_names_the_flag(
     [
         ("cpu", "'cpu' is not DEVICE=BYTES"),
         ("cpu=1", "1 is out of range"),
-        ("disk=4096", "'disk' is no device with a pool (there are: cpu, cuda:NUMBER)"),
-        ("cuda:00=4096", "'cuda:00' is no device with a pool"),
+        ("disk=4096", "'disk' is not a device with a pool (allowed: cpu, cuda:NUMBER)"),
+        ("cuda:00=4096", "'cuda:00' is not a device with a pool"),
     ],
 )
 def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None:

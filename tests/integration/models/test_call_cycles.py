@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,37 @@ def test_a_deadline_holds_along_the_chain(cycles: Server) -> None:
         assert http.infer("outer_leaf", body, limit).status >= 500
     with cycles.http(timeout_s=5) as http:
         assert ask(http, "outer_leaf").status == 200
+
+
+def is_busy(server: Server, model: str) -> bool:
+    return server.metric("shmserve_instances", model=model, state="busy") == 1
+
+
+def test_two_requests_that_wait_for_each_other_end_at_a_deadline(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    """Each of them holds the only instance that the other one calls."""
+    waits = WAITING + ENDS.replace(
+        "            return resp", "            wait()\n            return resp"
+    )
+    add(repository, "left", waits, "", "right")
+    add(repository, "right", waits, "", "left")
+    server = serve(repository)
+    body = {"inputs": [json_input("X", np.ones(1, np.int32))]}
+
+    def reply(model: str, **headers: str) -> Reply:
+        with server.http(timeout_s=20) as http:
+            return http.infer(model, body, headers)
+
+    with ThreadPoolExecutor(2) as people:
+        with holding(server.gate):
+            first = people.submit(reply, "left", **{"X-Request-Timeout-Ms": "4000"})
+            second = people.submit(reply, "right")
+            for name in ("left", "right"):
+                until(name, partial(is_busy, server, name))
+        assert first.result().status >= 500
+        assert second.result().status == 200
+    assert reply("left").status == reply("right").status == 200
 
 
 def test_a_call_after_the_hang_up_fails(

@@ -25,8 +25,8 @@ TOKEN, OTHER = "0123456789abcdef-models", "0123456789abcdef-inference"
 CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
 ASK = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
 TEXT = (
-    "a configuration or files for a model may come only from the user who runs the server, "
-    "or with a token"
+    "the configuration or files of a model are accepted only from the user who runs the "
+    "server, or with a token"
 )
 ROW = {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}
 CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "name": "OUTPUT0"}]})

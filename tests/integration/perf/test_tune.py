@@ -101,7 +101,7 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
         http.post("/v2/repository/models/slow/load", body).ok()
     url = f"--url=http://{asked.url}"
     assert main(["tune", "slow", "--p99=1us", url, *SHORT]) == 1
-    assert "no configuration that was tried has a p99 within 0.001 ms" in capsys.readouterr().err
+    assert "no tested configuration has a p99 within 0.001 ms" in capsys.readouterr().err
     assert in_force(asked)["max_batch_size"] == 4  # not as its folder has it
     assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
     written = parse_pbtxt(capsys.readouterr().out)

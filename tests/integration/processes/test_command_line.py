@@ -143,7 +143,7 @@ def test_check(repository: Path) -> None:
     (repository / "config.pbtxt").touch()
     bad = run_command("check", str(repository))
     assert bad.returncode == 2
-    assert f"'{repository}' is a model's folder" in bad.stderr
+    assert f"'{repository}' is a model folder" in bad.stderr
     told = bad.stdout + bad.stderr
     assert "nonsense" in told
     assert "broken on purpose" in told
@@ -278,7 +278,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
     assert "SIZE TYPE_INT32 [1,2] TYPE_INT32 [1,3]" in lines
     assert "SIZE TYPE_INT32 [1,2] TYPE_FP32 [1,2]" in lines
     assert lines[-2:] == [
-        "--input: no model that was loaded has an input 'Z'",
+        "--input: no loaded model has an input 'Z'",
         "9 models: 3 ok, 2 refused, 4 differs",
     ]
 
@@ -415,7 +415,8 @@ def test_client_without_a_server(
         assert ask(capsys, *verb) == (
             1,
             [],
-            f"shmserve client {verb[0]}: no server of this user's runs: there is no run directory "
+            f"shmserve client {verb[0]}: no server of this user is running: there is no run "
+            "directory "
             f"{tmp_path}/shmserve\n",
         )
 

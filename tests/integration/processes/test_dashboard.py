@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from shmserve.gateway.api.figures import HISTORY_EVERY_S
+from tests.integration.generation.conftest import EMBEDDER, EMBEDDER_CONFIG
 from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
 from tests.rigs.watched import Feed
 from tests.support import repositories
-from tests.support.servers import Server, Start
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -304,6 +305,45 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
     edited = page.run("document.querySelector('#models pre').textContent")
     assert edited.endswith("-d '{\"x\": 1}'")
     assert TOKEN not in guarded.log() and OTHER not in guarded.log()
+
+
+@needs_chromium
+def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, page: Page) -> None:
+    """Each "Try", and each line pasted to a shell; a model on demand has its inputs once loaded."""
+    repository = tmp_path / "models"
+    watched.add_models(repository, generative=True)
+    repositories.add(repository, "repeat", "types", "constant")
+    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    flags = ("--model-control-mode=explicit", "--load-on-demand", "--load-model=simple")
+    with running(repository, *FLAGS, *flags) as server:
+        server.gate.close()  # nobody waits there
+        page.navigate(f"http://{server.url}/docs")
+        page.wait("it shows the models", "!!document.querySelector('#models details')")
+        names = page.run(
+            "[...document.querySelectorAll('#models code')].map(each => each.textContent)"
+        )
+        assert {"broken", "embedder", "pipeline", "repeat", "simple", "sums", "tiny"} < set(names)
+        for index, name in enumerate(names):
+            part = f"document.querySelectorAll('#models details')[{index}]"
+            answer = f"{part}.querySelector('[role=status]').textContent"
+            line = f"{part}.querySelector('pre').textContent"
+            body = f"!!{part}.querySelector('pre + textarea, pre + pre + button')"
+            if name != "simple":
+                assert not page.run(body)
+                done = subprocess.run(
+                    ["bash", "-c", page.run(line)], capture_output=True, check=True
+                )
+                assert json.loads(done.stdout).get("name") == (None if name == "broken" else name)
+                page.run(f"{part}.querySelector('button').click()")
+            if name == "broken":
+                page.wait("it has not loaded", f"{answer}.includes('no such weight')")
+                continue
+            page.wait(f"{name} has a body", body)
+            page.run(f"{part}.querySelector('button').click()")
+            page.wait(f"{name} has answered", f"/^[0-9]+,/.test({answer})")
+            assert page.run(answer).startswith("200, "), page.run(answer)
+            done = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
+            assert b'"error"' not in done.stdout and name.encode() in done.stdout, done.stdout
 
 
 @needs_chromium

@@ -104,9 +104,7 @@ def test_a_killed_worker(server: Server, events: EventReader) -> None:
     victim.kill()
     found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in found
-    assert (
-        m.ModelChanged("simple", "1", "LOADING", "a process that ended is started again") in found
-    )
+    assert m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in found
     server.wait_ready()
 
 

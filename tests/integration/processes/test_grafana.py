@@ -22,6 +22,8 @@ from tests.support.servers import Server, Start, hold_ports, port_of, run_comman
 from tests.support.waiting import until
 
 PROMETHEUS = shutil.which("prometheus")
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool here")
 needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="there is no Prometheus here")
 FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
 
@@ -46,6 +48,65 @@ def server(models: Path, start: Start) -> Server:
     """A model of every kind."""
     watched.add_models(models, generative=True)
     return start(models, *FLAGS)
+
+
+ONE = 'instance="one",job="shmserve"'
+MODEL = f'{ONE},model="m",version="1"'
+FAILED = "nv_inference_request_failure{" + MODEL + ',reason="%s"}'
+WAITED = "nv_inference_queue_duration_us{" + MODEL + "}"
+BUCKET = "shmserve_queue_seconds_bucket{" + MODEL + ',le="%s"}'
+# A model answers ten requests per second; samples are 30 s apart. There is another server, too.
+HEALTHY = {
+    f"up{{{ONE}}}": "1x60",
+    'up{instance="two",job="shmserve"}': "1x60",
+    f"nv_cpu_utilization{{{ONE}}}": "0.1x60",
+    'nv_cpu_utilization{instance="two",job="shmserve"}': "0.1x60",
+    f"shmserve_shm_regions{{{ONE}}}": "0x60",
+    f"shmserve_model_failed{{{MODEL}}}": "0x60",
+    f"shmserve_load_failures_total{{{ONE}}}": "3x60",
+    f'shmserve_instances{{{MODEL},state="idle"}}': "1x60",
+    f'shmserve_instances{{{MODEL},state="starting"}}': "0x60",
+    f"shmserve_workers_lost_total{{{MODEL}}}": "2x60",
+    f"nv_inference_request_success{{{MODEL}}}": "0+300x60",
+    f"nv_inference_request_duration_us{{{MODEL}}}": "0+3000x60",
+    WAITED: "0+300x60",
+    BUCKET % "0.1": "0+300x60",
+    BUCKET % "1": "0+300x60",
+    BUCKET % "+Inf": "0+300x60",
+    FAILED % "REJECTED": "0x60",
+    FAILED % "OTHER": "0x60",
+    FAILED % "CANCELED": "0x60",
+    f"shmserve_overruns_total{{{MODEL}}}": "1x60",
+    f"shmserve_llm_preemption_total{{{MODEL}}}": "5x60",
+}
+NO_INSTANCE = f'shmserve_instances{{{MODEL},state="idle"}}'
+STARTING = f'shmserve_instances{{{MODEL},state="starting"}}'
+# Alert, changed series, when it is silent, when it fires; without a time it never does.
+ALARMS: list[tuple[str, dict[str, str], str, str]] = [
+    ("ShmserveDown", {f"up{{{ONE}}}": "1x10 0x50"}, "5m", "6m30s"),
+    ("ShmserveDown", {'up{instance="two",job="shmserve"}': "1x10 0x50"}, "20m", ""),
+    ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1x50"}, "5m", "6m30s"),
+    ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1 0x50"}, "6m", ""),
+    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{ONE}}}": "3x10 4x50"}, "5m", "6m"),
+    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{ONE}}}": "3x10 4x50"}, "17m", ""),
+    ("ShmserveNoInstance", {NO_INSTANCE: "1x10 0x50", STARTING: "0x10 1x50"}, "6m", "7m30s"),
+    ("ShmserveNoInstance", {NO_INSTANCE: "0x60"}, "20m", ""),  # none is wanted
+    ("ShmserveWorkersDie", {f"shmserve_workers_lost_total{{{MODEL}}}": "2x10 3x50"}, "5m", "6m"),
+    ("ShmserveRequestsFail", {FAILED % "OTHER": "0+30x60"}, "4m", "8m"),  # one of eleven
+    ("ShmserveRequestsFail", {FAILED % "OTHER": "0+12x60"}, "20m", ""),
+    ("ShmserveRequestsFail", {FAILED % "CANCELED": "0+300x60"}, "20m", ""),
+    ("ShmserveRequestsAreRejected", {FAILED % "REJECTED": "0+3x60"}, "4m", "8m"),
+    ("ShmserveRequestsWait", {WAITED: "0+2400x60", BUCKET % "0.1": "0+30x60"}, "9m", "13m"),
+    ("ShmserveRequestsWait", {WAITED: "0+2400x60"}, "20m", ""),  # but not for long
+    ("ShmserveExecutionsOverrun", {f"shmserve_overruns_total{{{MODEL}}}": "1x10 2x50"}, "5m", "6m"),
+    (
+        "ShmserveBlocksRunOut",
+        {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+6x60"},
+        "9m",
+        "13m",
+    ),
+    ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+2x60"}, "20m", ""),
+]
 
 
 class Prometheus:
@@ -147,6 +208,58 @@ def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prom
     with server.http() as http:
         watched.command(http, "exit")
     until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing", 60)
+
+
+def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:
+    """A test of promtool: exactly these alerts fire at a time."""
+    expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
+    return {
+        "interval": "30s",
+        "input_series": [{"series": name, "values": given} for name, given in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": at,
+                "exp_samples": expected,
+            }
+        ],
+    }
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
+    assert PROMTOOL
+    assert {"ShmserveGone", *(alarm[0] for alarm in ALARMS)} == {each["alert"] for each in alerts()}
+    (tmp_path / "alerts.yaml").write_text(run_command("grafana", "--alerts").stdout)
+    gone = {name: "1x10 stale" for name in HEALTHY if name.startswith("nv_cpu_utilization")}
+    tests = [
+        rule_test(HEALTHY, "25m"),
+        rule_test({**HEALTHY, **gone}, "6m"),
+        rule_test({**HEALTHY, **gone}, "7m", "ShmserveGone"),
+    ]
+    for name, changed, silent_at, fires_at in ALARMS:
+        assert changed.keys() <= HEALTHY.keys()
+        tests.append(rule_test({**HEALTHY, **changed}, silent_at))
+        if fires_at:
+            tests.append(rule_test({**HEALTHY, **changed}, fires_at, name))
+    given = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(given))
+    for verb in (["check", "rules", "alerts.yaml"], ["test", "rules", "tests.yaml"]):
+        done = subprocess.run([PROMTOOL, *verb], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
+    """Triton's names have a style that promtool advises against."""
+    assert PROMTOOL
+    with watched.asked(server, generative=True):
+        page = server.metrics()
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    assert not [line for line in lines if not line.startswith("nv_")]
 
 
 def test_what_is_named_is_there(server: Server) -> None:

@@ -55,7 +55,7 @@ def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Pa
         for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
             victim = server.find_one(title)
             victim.suspend()  # it is killed, and another one started, before long
-            server.wait_log(f"no answer from {title.replace('http ', '')} (pid {victim.pid})")
+            server.wait_log(f"no response from {title.replace('http ', '')} (pid {victim.pid})")
             server.wait_log("all processes answer again")
             manager.receive("WATCHDOG=1")
 
@@ -87,7 +87,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             tokens.write_text("another-of-tokens\n")
             file.write_text(f"auth-token-file: {tokens}\nid: two\nlog-verbose: 1\n")
             repositories.add_as(repository, "later", "simple")
-            reload("--id has changed, for which a restart is needed: two, was one")
+            reload("--id has changed, and takes effect after a restart: two, was one")
             assert "--auth-token-file has changed: 1 tokens, was 1 tokens" in server.log()
             assert "--log-verbose has changed: 1, was 0" in server.log()
             assert "log_verbose_level=1" in server.log()
@@ -109,7 +109,9 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             file.write_text(f"auth-token-file: {tokens}\n")
             reload(f"nothing is reloaded: --config: '{file}' line 1: --auth-token-file: ")
             file.write_text("")
-            reload("--auth-token-file has changed, for which a restart is needed: 0 tokens, was 1")
+            reload(
+                "--auth-token-file has changed, and takes effect after a restart: 0 tokens, was 1"
+            )
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
 
 

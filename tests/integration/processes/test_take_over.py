@@ -90,9 +90,7 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
     with first(repository, run_dir) as server:
         (run_dir / "handover").rename(run_dir / "hidden")
         said = refusal(run_dir, repository)
-        assert (
-            "the server of 'RUN_DIR' is of a version that cannot be followed: stop it, and" in said
-        )
+        assert "the server of 'RUN_DIR' has a version that cannot hand over: stop it, and" in said
         (run_dir / "hidden").rename(run_dir / "handover")
         assert_untouched(server)
 
@@ -100,14 +98,14 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
 def test_a_service_managers(repository: Path, run_dir: Path) -> None:
     with managed() as manager, first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server:
         said = refusal(run_dir, repository)
-        assert "cannot be followed: a service manager has started it, and is to start it" in said
+        assert "cannot be taken over: a service manager has started it, and is to start it" in said
         assert_untouched(server)
 
 
 @needs_users
 def test_another_users(repository: Path, run_dir: Path) -> None:
     with first(repository, run_dir) as server:
-        said = f"--take-over: '{run_dir}' is another user's"
+        said = f"--take-over: '{run_dir}' belongs to another user"
         run_dir.parent.chmod(0o755)
         with pytest.raises(InvalidArgument, match=said):
             as_user(ALICE, lambda: Offer.of(run_dir))
@@ -130,7 +128,7 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
         for number in (signal.SIGKILL, signal.SIGTERM):
             failing = next_to(server, slow)
             failing.gate.next()
-            assert "another server is about to take over already" in refusal(run_dir, repository)
+            assert "another successor is taking over" in refusal(run_dir, repository)
             failing.process.send_signal(number)
             assert failing.wait_exit(20) is not None
             until("its folder is gone", lambda: not list(run_dir.glob("g[0-9]*")), 5)

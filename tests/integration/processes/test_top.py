@@ -120,7 +120,7 @@ def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
         opened.wait("1 of 1 ready")
         first.process.terminate()
         assert first.wait_exit(20) == 0
-        opened.wait("the server has ended|refused")
+        opened.wait("the server has exited|refused")
         second = Server([tmp_path / "models"], ports=ports)
         try:
             second.wait_ready()

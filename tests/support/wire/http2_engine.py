@@ -11,7 +11,13 @@ from typing import NamedTuple
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, content_length
-from shmserve.gateway.http2.incoming import Begun, Data, Limits, PingAnswered, StreamReset
+from shmserve.gateway.http2.incoming import (
+    Data,
+    Limits,
+    PingAcknowledged,
+    StreamOpened,
+    StreamReset,
+)
 from shmserve.gateway.http2.outgoing import Stream
 from tests.support.wire.http2 import (
     ACK,
@@ -96,7 +102,7 @@ class Engine:
     def _take(self, data: bytes) -> None:
         self.turns += 1
         for event in self.http2.receive(data):
-            if isinstance(event, Begun):
+            if isinstance(event, StreamOpened):
                 assert event.stream.id not in self.requests
                 self.requests[event.stream.id] = Request(event.stream, event.head)
             elif isinstance(event, Data):
@@ -109,7 +115,7 @@ class Engine:
                 assert not request.cancelled
                 request.cancelled = True
             else:
-                assert isinstance(event, PingAnswered)
+                assert isinstance(event, PingAcknowledged)
                 self.acknowledged.append(event.payload)
         self.flush()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console, Group
 
 from shmserve.cli.top import Top
-from tests.unit.gateway.test_figures import looked, report
+from tests.unit.gateway.test_figures import report, rows_of
 
 SERVER = {
     "cpu": 0.5,
@@ -40,9 +40,9 @@ def top_of(**models: dict[str, Any]) -> Top:
 
 def some() -> Top:
     """Three that serve, of which one fails, and one that does not."""
-    _, quick = looked(report(0), report(50))
-    _, failing = looked(report(0), report(10, fail=10, workers_lost=1))
-    _, idle = looked(report(0), report(0))
+    _, quick = rows_of(report(0), report(50))
+    _, failing = rows_of(report(0), report(10, fail=10, workers_lost=1))
+    _, idle = rows_of(report(0), report(0))
     broken = {"state": "UNAVAILABLE", "reason": "no file", "hurts": 9000, "because": "no file"}
     return top_of(quick=quick, failing=failing, idle=idle, broken=broken)
 
@@ -101,7 +101,7 @@ def test_models_come_and_go() -> None:
     st.lists(st.sampled_from(("j", "k", "\x1b[6~", "\r", "n", "p")), max_size=20),
 )
 def test_it_fits_any_terminal(count: int, width: int, height: int, keys: list[str]) -> None:
-    _, row = looked(report(0), report(10**6, pending=10**7))
+    _, row = rows_of(report(0), report(10**6, pending=10**7))
     top = top_of(**{f"model_with_a_long_name_{n}": row for n in range(count)})
     for key in keys:
         top.key(key)

@@ -11,11 +11,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shmserve.client.connection import ServerConnection
+from shmserve.client.request import results
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN, PackedRequest
 from shmserve.client.request.waiting import ThreadChannel
@@ -29,6 +32,7 @@ from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range
+from shmserve.ipc.tensors.inference import TensorSchema
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.router import MOST_ELEMENTS, UntrustedRouter
 from tests.support.waiting import until
@@ -226,7 +230,7 @@ def test_answers_are_copied_by_several_at_a_time(
 ) -> None:
     """One thread may copy in the middle of another's copy."""
     mapped = Mappings._open
-    copies: list[bytes] = []
+    copies: list[bytearray] = []
 
     def copy() -> None:
         copies.append(connection.copied(place))
@@ -251,6 +255,17 @@ def test_answers_are_copied_by_several_at_a_time(
         assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
     finally:
         os.close(fd)
+
+
+def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
+    """The array is the copy."""
+    copy = bytearray(np.arange(4, dtype=np.float32).tobytes())
+    built = SimpleNamespace(segments=(), as_torch=False)
+    reader: Any = SimpleNamespace(built=built, copied=lambda _: copy)
+    place = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
+    found = results._in_memory(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
+    assert found.tolist() == [0, 1, 2, 3] and found.flags.writeable
+    assert np.shares_memory(found, np.frombuffer(copy, np.float32))
 
 
 def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(

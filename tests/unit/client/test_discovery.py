@@ -79,7 +79,7 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (b"", "or one too many"),
+        (b"", "the limit of clients"),
         (
             msgpack.packb([2, ["Welcome", 1, "token"]]),
             "the peer has protocol version 2, this process has version 3",

@@ -275,7 +275,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
-        ({"x": np.zeros((1, 2), np.complex64)}, "which no datatype is"),
+        ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
         ({"x": "word"}, "is no FP32 tensor"),
     ]
     for inputs, text in wrong:
@@ -289,7 +289,7 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
     first = prepare(memories, model, x, None, PLAIN)
-    (key,) = model.prepared._known
+    (key,) = model.prepared._values
     prepared = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )
@@ -319,8 +319,8 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
     ("wrong", "text"),
     [
         ({"request_id": 5}, "request_id must be a string, got 5"),
-        ({"request_id": "\ud800"}, "request_id is no text"),
-        ({"priority": "1"}, "priority must be a whole number from 0 on, got '1'"),
+        ({"request_id": "\ud800"}, "request_id cannot be encoded as UTF-8"),
+        ({"priority": "1"}, "priority must be an integer >= 0, got '1'"),
         ({"priority": 1.5}, "priority must"),
         ({"priority": -1}, "priority must"),
         ({"priority": 1 << 64}, "priority must"),
@@ -331,7 +331,7 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
         ({"parameters": {"a": None}}, "parameter 'a' must be a string, .* got None"),
         ({"parameters": {"a": np.int64(1)}}, "parameter 'a' must"),
         ({"parameters": {"a": 1 << 64}}, "parameter 'a' must"),
-        ({"parameters": {"a": "\ud800"}}, "parameter 'a' is no text"),
+        ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
     ],
 )
 def test_options_that_no_request_can_have(wrong: dict[str, Any], text: str) -> None:

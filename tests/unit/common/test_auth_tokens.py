@@ -109,7 +109,7 @@ def test_tokens_are_kept_as_digests(tokens: Path) -> None:
         ("short\n", "line 1: a token needs 16 characters"),
         (f"{ALL} inference,nothing\n", "line 1: unknown scope 'nothing' (allowed: health, "),
         (f"{ALL} inference metadata\n", "line 1: more than a token and its scopes"),
-        (f"{ALL}\n{ALL} inference\n", "line 2: this token was given before"),
+        (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
     ],
 )
 def test_wrong_files(tokens: Path, text: str, said: str) -> None:
@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
         read_tokens(tokens)
     tokens.write_text(ALL)
     tokens.chmod(0o620)
-    with pytest.raises(InvalidArgument, match="may be written by others"):
+    with pytest.raises(InvalidArgument, match="is writable by users other"):
         read_tokens(tokens)
 
 

@@ -70,7 +70,7 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("http-port: {a: 1}", "1: http-port: a mapping is no value of a flag"),
         ("load-model: [[a]]", "1: load-model: a list is no value of a flag"),
         ("load-model: [a, ]\nid:", "2: id: a value is missing"),
-        ("id: a\n\nid: b", "3: id: it stands in line 1 already"),
+        ("id: a\n\nid: b", "3: id: it is already set in line 1 already"),
         ("strict-readiness: x", "1: strict-readiness: 'x' is not a boolean (true or false)"),
         ("shm-overlap: 'x'", "1: shm-overlap: 'x' is not one of error, warn, ignore"),
         ("config: x", "1: config: a file cannot name another one"),

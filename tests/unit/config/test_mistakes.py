@@ -120,7 +120,10 @@ ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
         "max_batch_size: 8\nmax_tokens_per_batch: 4",
         (":2:1: max_tokens_per_batch: 4 is less than max_batch_size 8",),
     ),
-    "twice": ("block_size: 8\nblock_size: 16", (":2:1: block_size: it stands in line 1 already",)),
+    "twice": (
+        "block_size: 8\nblock_size: 16",
+        (":2:1: block_size: it is already set in line 1 already",),
+    ),
     "a list": ("- block_size", ("engine.yaml: found a list", "a mapping")),
     "no YAML": ("block_size: [8", ("engine.yaml:1:15: it is not YAML",)),
 }
@@ -133,7 +136,7 @@ FILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "list": ("http-port: [1, 2]", ("line 1: http-port: takes one value, not a list",)),
     "no such folder": ("model-repository: /nowhere", ("line 1: --model-repository: '/nowhere'",)),
     "meaning": ("cache-config: redis,size=1", ("line 1: --cache-config:", "'redis'", "local")),
-    "twice": ("id: a\nid: b", ("line 2: id: it stands in line 1 already",)),
+    "twice": ("id: a\nid: b", ("line 2: id: it is already set in line 1 already",)),
     "tab": ("id:\n\t- a", ("line 2: it is not YAML",)),
 }
 
@@ -147,7 +150,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a file, no class": ((__file__,), ("is a file: name the class to serve",)),
     "truth": (("--exit-on-error=maybe", "."), ("'maybe' is not a boolean (true or false)",)),
     "scope": (("--http-restricted-api=infer:k=v", "."), ("'infer'", "allowed:", "inference")),
-    "metrics": (("--metrics-config=sumary_latencies=1", "."), ("'sumary_latencies'", "there are")),
+    "metrics": (("--metrics-config=sumary_latencies=1", "."), ("'sumary_latencies'", "allowed")),
     "device": (("--workspace-byte-size=gpu=8192", "."), ("'gpu'", "cpu, cuda:NUMBER")),
     "load-model": (("--load-model=a", "."), ("--load-model: needs --model-control-mode=explicit",)),
 }

@@ -379,6 +379,6 @@ def test_a_header_pattern_is_a_regular_expression() -> None:
     for protocol in ("http", "grpc"):
         flag = f"--{protocol}-header-forward-pattern"
         text = refusal(f"--model-repository={ROOT}", f"{flag}=(x")
-        assert text.startswith(f"{flag}: '(x' is no regular expression: ")
+        assert text.startswith(f"{flag}: '(x' is not a regular expression: ")
     found = settings("--grpc-header-forward-pattern=^x-")
     assert (found.grpc_header_forward_pattern, found.http_header_forward_pattern) == ("^x-", "")

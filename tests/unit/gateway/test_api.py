@@ -188,7 +188,7 @@ def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http
 # --- health and metadata
 
 
-def test_health_follows_the_supervisor(gateway: Rig, http: Http) -> None:
+def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     for live, ready in ((True, True), (True, False), (False, False), (True, True)):
         gateway.send(HealthChanged(live=live, ready=ready, exiting=False))
         gateway.apply(lambda number: RegionWithdrawn("", 0, number))
@@ -198,9 +198,7 @@ def test_health_follows_the_supervisor(gateway: Rig, http: Http) -> None:
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
 
 
-def test_a_model_is_as_ready_as_the_supervisor_says(
-    gateway: Rig, simple: Scheduler, http: Http
-) -> None:
+def test_readiness_is_that_of_the_supervisor(gateway: Rig, simple: Scheduler, http: Http) -> None:
     http.get("/v2/models/simple/ready").ok()
     gateway.publish(SIMPLE, simple, ready=False)
     reply = http.get("/v2/models/simple/ready")
@@ -264,7 +262,7 @@ def test_triton_clients_work(gateway: Rig, simple: Scheduler, http: Http) -> Non
 # --- the repository
 
 
-def test_the_index_is_the_supervisors(gateway: Rig, http: Http) -> None:
+def test_the_index_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     rows = [{"name": "simple", "version": "1", "state": "READY"}]
     gateway.payloads[m.IndexRepository] = {"models": rows}
     assert http.post("/v2/repository/index").ok().json() == rows
@@ -320,13 +318,13 @@ def test_wrong_repository_requests_do_not_reach_the_supervisor(
     assert len(gateway.received) == before
 
 
-def test_what_the_supervisor_refuses_is_refused(gateway: Rig, http: Http) -> None:
+def test_errors_of_the_supervisor_are_returned(gateway: Rig, http: Http) -> None:
     gateway.refusals[m.LoadModel] = ("INVALID_ARG", "load failed for model 'm': no\n")
     reply = http.post("/v2/repository/models/m/load")
     assert (reply.status, reply.error) == (400, "load failed for model 'm': no\n")
 
 
-def test_a_client_that_leaves_during_a_load_changes_nothing(gateway: Rig, http: Http) -> None:
+def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
     del gateway.payloads[m.LoadModel]
     path = "/v2/repository/models/slow/load"
 
@@ -428,7 +426,7 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
 # --- statistics and metrics
 
 
-def test_statistics_are_the_schedulers(http: Http) -> None:
+def test_statistics_are_those_of_the_schedulers(http: Http) -> None:
     shown = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [shown]}
@@ -442,7 +440,7 @@ def test_statistics_are_the_schedulers(http: Http) -> None:
         assert "version should be an integral value > 0" in beyond.error
 
 
-def test_a_silent_scheduler_does_not_hold_statistics_up(gateway: Rig, http: Http) -> None:
+def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
     silent = gateway.scheduler(add_sub)
     gateway.publish({**SIMPLE, "name": "silent"}, silent)
     answers: list[int] = []
@@ -465,7 +463,7 @@ def test_a_silent_scheduler_does_not_hold_statistics_up(gateway: Rig, http: Http
     gateway.apply(lambda number: ModelWithdrawn("silent", "1", number))
 
 
-def test_metrics_are_tritons_and_ours(gateway: Rig, http: Http) -> None:
+def test_metrics_contain_triton_and_own_families(gateway: Rig, http: Http) -> None:
     scraper = Http(gateway.metrics_port)
     reply = scraper.get("/metrics").ok()
     assert reply.headers["Content-Type"] == "text/plain; charset=utf-8"
@@ -526,9 +524,7 @@ def test_a_models_tags_are_labels_of_its_metrics(
     scraper.close()
 
 
-def test_metrics_survive_a_report_that_is_wrong(
-    gateway: Rig, simple: Scheduler, http: Http
-) -> None:
+def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: Http) -> None:
     simple.statistics = {"name": "simple"}
     scraper = Http(gateway.metrics_port)
     assert scraper.get("/metrics").error == "internal error"
@@ -540,7 +536,7 @@ def test_metrics_survive_a_report_that_is_wrong(
 # --- examples of /docs
 
 
-def test_each_model_has_a_request_to_try(simple: Scheduler) -> None:
+def test_each_model_has_an_example(simple: Scheduler) -> None:
     """Its inputs without the optional ones; what JSON cannot have is binary, and what is long is
     not written out."""
     dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"

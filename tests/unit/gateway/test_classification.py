@@ -67,7 +67,7 @@ def test_floats_have_six_decimals(datatype: str) -> None:
 
 
 @pytest.mark.parametrize("datatype", ["INT8", "INT32", "INT64", "UINT8", "UINT64"])
-def test_whole_numbers(datatype: str) -> None:
+def test_integers_have_no_decimals(datatype: str) -> None:
     assert texts(classify([1, 3, 2, 3], datatype, 3)) == ["3:1", "3:3", "2:2"]
 
 
@@ -79,13 +79,13 @@ def test_the_smallest_and_largest_numbers() -> None:
     assert texts(classify([0, 2**64 - 1], "UINT64", 1)) == ["18446744073709551615:1"]
 
 
-def test_labels_are_by_index_and_an_empty_one_is_none() -> None:
+def test_labels_are_found_by_index_and_may_be_empty() -> None:
     labels = ("zero", "one", "", "three")
     shown = classify([1, 2, 3, 4, 5], "INT32", 5, labels)
     assert texts(shown) == ["5:4", "4:3:three", "3:2", "2:1:one", "1:0:zero"]
 
 
-def test_each_row_of_a_batch() -> None:
+def test_each_row_of_a_batch_is_classified() -> None:
     values = [[3.0, 5.0, 3.0], [8.0, 8.0, 9.0]]
     shown = classify(values, "FP32", 2, ("zero", "one"), batched=True)
     assert shown.shape == (2, 2)
@@ -94,14 +94,14 @@ def test_each_row_of_a_batch() -> None:
     assert classify(values, "FP32", 9).shape == (6,)
 
 
-def test_nothing_is_left_of_nothing() -> None:
+def test_empty_outputs_have_no_classes() -> None:
     assert classify(np.zeros((0,)), "FP32", 2).shape == (0,)
     shown = classify(np.zeros((2, 0)), "FP32", 2, batched=True)
     assert (shown.shape, shown.data) == ((2, 0), b"")
 
 
 @pytest.mark.parametrize("datatype", ["BOOL", "FP16", "BF16", "BYTES"])
-def test_what_cannot_be_sorted(datatype: str) -> None:
+def test_unsorted_datatypes_are_refused(datatype: str) -> None:
     answer = Inferred((TensorRef("OUT", datatype, (1,), b"\0\0"),))
     with pytest.raises(InvalidArgument) as caught:
         classified(answer, 1)
@@ -109,7 +109,7 @@ def test_what_cannot_be_sorted(datatype: str) -> None:
     assert caught.value.message == text
 
 
-def test_too_many_values() -> None:
+def test_too_many_values_are_refused() -> None:
     answer = Inferred((TensorRef("OUT", "UINT8", (1_000_001,), bytes(1_000_001)),))
     with pytest.raises(InvalidArgument, match="classification output tensor too large"):
         classified(answer, 1)
@@ -118,6 +118,6 @@ def test_too_many_values() -> None:
 @given(
     st_numpy.arrays(np.int8, st.integers(0, 40), elements=st.integers(-3, 3)), st.integers(0, 45)
 )
-def test_the_largest_come_first_and_of_equal_ones_the_first(row: Any, count: int) -> None:
+def test_values_are_sorted_stably_in_descending_order(row: Any, count: int) -> None:
     expected = sorted(range(len(row)), key=lambda index: (-int(row[index]), index))[:count]
     assert largest(row, min(count, len(row))) == expected

@@ -40,7 +40,7 @@ def report(success: int = 0, **more: Any) -> dict[str, Any]:
     }
 
 
-def looked(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
+def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
     """The rows of a model, one look after the other."""
     figures = Figures()
     return [
@@ -49,14 +49,14 @@ def looked(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any
     ]
 
 
-def test_the_first_look_has_totals_alone() -> None:
-    (first,) = looked(report(7, pending=3, open_sequences=2))
+def test_the_first_snapshot_has_only_totals() -> None:
+    (first,) = rows_of(report(7, pending=3, open_sequences=2))
     assert (first["success"], first["pending"], first["sequences"]) == (7, 3, 2)
     assert "recent" not in first and first["closed"] == {"full": 7}
 
 
 def test_rates_are_of_the_window() -> None:
-    rows = looked(*(report(10 * number) for number in range(30)))
+    rows = rows_of(*(report(10 * number) for number in range(30)))
     assert [each["recent"]["rate"] for each in rows[1:]] == [10.0] * 29
     assert rows[-1]["recent"]["sizes"] == {"1": 10 * WINDOW_S}
     assert rows[-1]["recent"]["closed"] == {"full": 10 * WINDOW_S}
@@ -65,28 +65,28 @@ def test_rates_are_of_the_window() -> None:
     assert rows[-1]["recent"]["ms"] == [5.5, 9.1, 9.91]
 
 
-def test_quantiles_that_are_counted_exactly_are_shown() -> None:
+def test_exact_quantiles_are_preferred() -> None:
     exact = {"quantiles": {"request": [[0.5, 2000], [0.9, 3000.4], [0.99, 4000]]}}
-    _, second = looked(report(0), report(5, **exact))
+    _, second = rows_of(report(0), report(5, **exact))
     assert second["recent"]["ms"] == [2.0, 3.0, 4.0]
     none = {"quantiles": {"request": [[0.5, None], [0.9, None], [0.99, None]]}}
-    _, second = looked(report(0), report(0, **none))
+    _, second = rows_of(report(0), report(0, **none))
     assert second["recent"]["ms"] == []
 
 
-def test_phases_are_of_what_ran() -> None:
+def test_phases_are_those_of_executed_requests() -> None:
     more = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
-    _, second = looked(report(0), report(10, **more))
+    _, second = rows_of(report(0), report(10, **more))
     assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}
 
 
-def test_what_counts_anew_is_not_negative() -> None:
-    _, second = looked(report(100), report(3))
+def test_restarted_counters_are_not_negative() -> None:
+    _, second = rows_of(report(100), report(3))
     assert second["recent"]["rate"] == 0 and second["recent"]["sizes"] == {}
 
 
 @pytest.mark.parametrize(
-    ("more", "at_least", "because"),
+    ("more", "at_least", "problem"),
     [
         (
             {"workers_lost": 2, "fail": 10},
@@ -104,19 +104,25 @@ def test_what_counts_anew_is_not_negative() -> None:
         ({"fail": 10}, 2000, "50% of requests fail"),
         ({"queue_ns": 90_000_000, "compute_infer_ns": 10_000_000}, 1000, "9 of 10 ms in the queue"),
         ({"queue_ns": 900_000, "compute_infer_ns": 100_000}, 0, ""),
-        ({"success": 0, "pending": 3, "executing": 1}, 1000, "4 inside, and none is answered"),
+        (
+            {"success": 0, "pending": 3, "executing": 1},
+            1000,
+            "4 requests in flight, but no responses",
+        ),
         ({}, 0, ""),
     ],
 )
-def test_what_hurts(more: dict[str, Any], at_least: float, because: str) -> None:
-    _, second = looked(report(0), report(10) | more)
-    assert second["because"] == because
+def test_models_are_ranked_by_their_problem(
+    more: dict[str, Any], at_least: float, problem: str
+) -> None:
+    _, second = rows_of(report(0), report(10) | more)
+    assert second["because"] == problem
     assert at_least <= second["hurts"] < at_least + 1000
 
 
 def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     lost = [0] * 5 + [1] * 10 + [3] * 400
-    rows = looked(*(report(workers_lost=each) for each in lost), every_s=10.0)
+    rows = rows_of(*(report(workers_lost=each) for each in lost), every_s=10.0)
     found = [each["because"].removesuffix(" within an hour") for each in rows]
     assert found[4:7] == ["", "1 worker died", "1 worker died"]
     assert found[15:365] == ["3 workers died"] * 350
@@ -140,7 +146,7 @@ def test_ten_minutes_of_history() -> None:
     assert history.shown() == {"at": [1e9 - 50], "models": {}}
 
 
-def test_a_model_that_generates_text() -> None:
+def test_a_generative_model_has_token_rates() -> None:
     generation = {"sequences": {"running": 2}, "blocks": {"free": 9}, "utilization": 0.5}
     more = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
     times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))

@@ -30,7 +30,7 @@ def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) 
     assert found.get("X-My-Key", "Value Two") == "Value Two"
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_values_that_are_not_utf8_are_refused() -> None:
     """Parsers have bytes that are not UTF-8 as surrogates, which no message can carry."""
     value = b"caf\xe9".decode(errors="surrogateescape")
     assert forwarded_headers("other", [("X-A", value)]) == {}
@@ -40,7 +40,7 @@ def test_what_is_no_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["sequence_id", "Priority", "timeout", "headers", "triton_x"])
-def test_what_has_a_meaning_is_refused(name: str) -> None:
+def test_reserved_names_are_refused(name: str) -> None:
     assert forwarded_headers("other", [(name, "1")]) == {}
     with pytest.raises(InvalidArgument) as caught:
         forwarded_headers(".*", [(name, "1")])

@@ -67,7 +67,7 @@ class Rig:
                 self.received.append(message)
         return self.received
 
-    async def say(self, *messages: Any) -> None:
+    async def send_response(self, *messages: Any) -> None:
         for message in messages:
             self.router.post(self._peer, message)
         self.router.flush()
@@ -101,10 +101,10 @@ def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> No
 
 @pytest.mark.parametrize("answered", ["before", "after"])
 @pytest.mark.parametrize("kind", [HttpInference, UnaryInference])
-def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, answered: str) -> None:
+def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str) -> None:
     """Once, whether it came before the request was given up or after."""
 
-    async def give_up(rig: Rig) -> None:
+    async def cancel(rig: Rig) -> None:
         built: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified: list[Any] = []
@@ -124,10 +124,10 @@ def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, ans
         expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
         assert await rig.receive(len(expected)) == expected
 
-    run(tmp_path, give_up)
+    run(tmp_path, cancel)
 
 
-def test_what_was_read_goes_with_the_next_request(tmp_path: Path) -> None:
+def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
     """Where another is in flight: it saves a wake-up; but no later than a moment after."""
     frames: list[list[type[Any]]] = []
 
@@ -154,7 +154,7 @@ def test_what_was_read_goes_with_the_next_request(tmp_path: Path) -> None:
     assert sent == [[m.Submit], [m.Release, m.Submit, m.Release], [m.Release]]
 
 
-def test_any_number_of_responses(tmp_path: Path) -> None:
+def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each is told, and the end; what comes after who waited has left is given back."""
     finished = answer()
     body = (finished.schema, finished.data)
@@ -188,7 +188,7 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         first, second = rig.ask(1), rig.ask(2)
         await rig.receive(2)
-        await rig.say(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
+        await rig.send_response(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
         await held(lambda: not rig.schedulers)
         assert [type(message) for message in first.heard] == [m.Failed]
         assert [type(message) for message in second.heard] == [m.Finished]
@@ -198,7 +198,7 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancelled", "reported", "lost"])
-def test_a_report_is_of_the_scheduler_that_serves_now(tmp_path: Path, end: str) -> None:
+def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> None:
     async def story(rig: Rig) -> None:
         rig.schedulers.successors.add("ipc://old", rig.endpoint)
         future = rig.schedulers.report("ipc://old")
@@ -207,7 +207,7 @@ def test_a_report_is_of_the_scheduler_that_serves_now(tmp_path: Path, end: str) 
             case "cancelled":
                 future.cancel()
             case "reported":
-                await rig.say(m.StatisticsReported(request.id, {"executions": 1}))
+                await rig.send_response(m.StatisticsReported(request.id, {"executions": 1}))
             case "lost":
                 rig.schedulers.fail_over(rig.endpoint, "")
         await asyncio.wait([future])
@@ -222,7 +222,7 @@ def test_a_report_is_of_the_scheduler_that_serves_now(tmp_path: Path, end: str) 
 
 
 @pytest.mark.parametrize("inflight", [False, True])
-def test_the_link_to_a_scheduler_that_has_ended_is_closed(tmp_path: Path, inflight: bool) -> None:
+def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
     """As soon as nothing is in flight there: what that becomes the supervisor says."""
 
     async def story(rig: Rig) -> None:
@@ -254,7 +254,7 @@ STOPPING = "Server is stopping, scheduler for model has stopped accepting new in
         ("in ensemble 'e', ", False, "", f"in ensemble 'e', [request id: <id_unknown>] {STOPPING}"),
     ],
 )
-def test_what_begins_while_the_server_ends_is_refused(
+def test_requests_during_a_drain_are_refused(
     prefix: str, stateful: bool, request_id: str, text: str
 ) -> None:
     """In the words of Triton's schedulers; who has begun a sequence goes on."""

@@ -26,6 +26,6 @@ async def test_large_requests_cost_one_trim_and_small_ones_none(
     assert calls == trims
 
 
-def test_this_host_can() -> None:
+def test_malloc_trim_is_available() -> None:
     assert body_arrival._malloc_trim is not None
     body_arrival._malloc_trim(0)

@@ -23,7 +23,7 @@ def report(**more: Any) -> tuple[dict[str, str], dict[str, Any]]:
 def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
     more: dict[str, Any], other: int
 ) -> None:
-    families = metrics.tritons([report(**more)], latencies=False)
+    families = metrics.triton_families([report(**more)], latencies=False)
     failures = next(each for each in families if each.name == "nv_inference_request_failure")
     assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {other}' in failures.samples
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples

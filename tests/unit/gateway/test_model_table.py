@@ -21,7 +21,7 @@ def published(**others: Any) -> Any:
     return publication({**SIMPLE, **others}, MagicMock(endpoint="ipc:///nowhere"))
 
 
-def test_what_was_resolved_is_current_until_it_is_replaced_or_withdrawn() -> None:
+def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None:
     models = ModelTable(MagicMock())
     models.publish(published())
     resolved = models.resolve("simple", "")
@@ -39,7 +39,7 @@ def test_what_was_resolved_is_current_until_it_is_replaced_or_withdrawn() -> Non
             models.current(each)
 
 
-def test_names_of_models_that_were_withdrawn_are_forgotten() -> None:
+def test_the_number_of_withdrawn_names_is_bounded() -> None:
     models = ModelTable(MagicMock())
     for number in range(5_000):
         models.withdraw(f"m{number}", "1")
@@ -90,44 +90,44 @@ def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
     return SimpleNamespace(models=table, settings=settings, supervisor=supervisor)
 
 
-def own_name(gateway: Any, name: str) -> str:
-    return asyncio.run(bodies.own_name(gateway, name))
+def resolve_alias(gateway: Any, name: str) -> str:
+    return asyncio.run(bodies.resolve_alias(gateway, name))
 
 
 def test_a_model_has_its_name_and_its_aliases() -> None:
     gateway = named(generator("b", "gpt", "a", "both"), generator("a", "both"), published())
-    own = {name: own_name(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
+    own = {name: resolve_alias(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
     assert own == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
     assert gateway.models.resolve("a", "").max_model_len == 64
     assert gateway.models.resolve("simple", "").max_model_len is None
-    assert bodies.shown_name(gateway, "b") == "b"
+    assert bodies.response_name(gateway, "b") == "b"
     gateway.models.withdraw("b", "1")
-    assert own_name(gateway, "gpt") == "gpt"
+    assert resolve_alias(gateway, "gpt") == "gpt"
 
 
 def test_served_names_precede_a_models_own() -> None:
     gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
     for name, own in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
-        assert own_name(gateway, name) == own
+        assert resolve_alias(gateway, name) == own
     assert bodies.names_of(gateway, "a") == ["gpt", "org/x", "a"]
-    assert bodies.shown_name(gateway, "a") == "gpt"
+    assert bodies.response_name(gateway, "a") == "gpt"
     assert bodies.names_of(gateway, "simple") == ["simple"]
     gateway.models.publish(generator("b"))
     assert bodies.names_of(gateway, "a") == ["org/x", "a"]
     with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
-        own_name(gateway, "gpt")
+        resolve_alias(gateway, "gpt")
 
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
     ask = gateway.supervisor.ask
-    assert own_name(gateway, "night") == "night" and not ask.called
+    assert resolve_alias(gateway, "night") == "night" and not ask.called
     gateway.models.on_demand |= {"asleep", "a"}
     for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
-        assert own_name(gateway, name) == own and not ask.called
-    assert own_name(gateway, "night") == "asleep"
-    assert own_name(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
+        assert resolve_alias(gateway, name) == own and not ask.called
+    assert resolve_alias(gateway, "night") == "asleep"
+    assert resolve_alias(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
     with pytest.raises(NotFound, match="none or several"):
-        own_name(gateway, "only")
+        resolve_alias(gateway, "only")
     ask.return_value = {"names": {}}
-    assert own_name(gateway, "only") == "a"
+    assert resolve_alias(gateway, "only") == "a"

@@ -48,7 +48,7 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert (first["text"], first["finish_reason"]) == ("ab", None)
     assert last["finish_reason"] == "stop"
     assert last["logprobs"]["text_offset"] == [2]
-    whole = choices.whole()
+    whole = choices.whole_response()
     (choice,) = whole["choices"]
     assert (whole["object"], choice["text"]) == ("text_completion", "abab")
     assert choice["logprobs"] == {
@@ -92,6 +92,14 @@ def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
     assert found[0]["total_tokens"] == 5
 
 
+def test_zero_logprobs_are_requested() -> None:
+    """Completions have the number of alternatives, which may be 0; chats have true."""
+    requested: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
+    not_requested: list[dict[str, Any]] = [{}, {"logprobs": None}, {"logprobs": False}]
+    assert all(map(bodies.wants_logprobs, requested))
+    assert not any(map(bodies.wants_logprobs, not_requested))
+
+
 def test_stop_reasons_of_choices() -> None:
     """As in vLLM, chunks of chats have it only at the end of a sample."""
     completion, chat = Choices(COMPLETION, "m", 1), Choices(CHAT, "m", 1)
@@ -100,11 +108,11 @@ def test_stop_reasons_of_choices() -> None:
     assert [each.get("stop_reason", "absent") for each in found[0]] == [None, "END"]
     assert [each.get("stop_reason", "absent") for each in found[1]] == ["absent", "END"]
     for each in (completion, chat):
-        assert each.whole()["choices"][0]["stop_reason"] == "END"
+        assert each.whole_response()["choices"][0]["stop_reason"] == "END"
     assert chat.add(0, Delta(0, "", "length"))["stop_reason"] is None
 
 
-def test_a_chat_says_its_role_once() -> None:
+def test_the_role_is_only_in_the_first_chunk() -> None:
     choices = Choices(CHAT, "m", 2)
     deltas = [
         choices.add(0, Delta(sample, text, over))["delta"]
@@ -116,7 +124,7 @@ def test_a_chat_says_its_role_once() -> None:
         {"content": "c"},
         {},
     ]
-    messages = [each["message"] for each in choices.whole()["choices"]]
+    messages = [each["message"] for each in choices.whole_response()["choices"]]
     assert messages == [
         {"role": "assistant", "content": "ac"},
         {"role": "assistant", "content": "b"},
@@ -127,7 +135,7 @@ def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
     choices = Choices(COMPLETION, "m", 3)
     choices.add(1, Delta(0, "x", "stop", None, USAGE))
     choices.add(0, Delta(2, "y", "stop", None, USAGE))
-    assert [each["index"] for each in choices.whole()["choices"]] == [2, 3]
+    assert [each["index"] for each in choices.whole_response()["choices"]] == [2, 3]
     assert choices.usage()["total_tokens"] == 10
 
 
@@ -174,7 +182,7 @@ def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
-    models = MagicMock(on_demand=(), own_name=str)
+    models = MagicMock(on_demand=(), resolve_alias=str)
     models.__contains__.return_value = True
     models.resolve.return_value = model
     settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
@@ -243,7 +251,7 @@ def test_a_chat_with_reasoning_and_calls() -> None:
         {},
     ]
     assert chunks[-1]["finish_reason"] == "tool_calls"
-    (choice,) = choices.whole()["choices"]
+    (choice,) = choices.whole_response()["choices"]
     call["function"] = {"name": "f", "arguments": "{}"}
     assert choice["message"] == {
         "role": "assistant",

@@ -18,7 +18,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.transport.router import Router
 
 
-def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
+def test_responses_of_an_exited_worker_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come on two sockets. Its memory is let go all the same, a moment later."""
@@ -49,7 +49,7 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
         router.close()
 
 
-async def test_a_drain_while_the_listeners_are_opened_is_settled_and_accepts_nobody() -> None:
+async def test_a_drain_during_the_start_completes_without_connections() -> None:
     class Opening(process.Frontend):
         async def open(self) -> None: ...
 

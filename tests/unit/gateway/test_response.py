@@ -106,7 +106,7 @@ def with_addition(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
-def test_the_answer_is_tritons(http: Http, case: dict[str, Any]) -> None:
+def test_responses_are_those_of_triton(http: Http, case: dict[str, Any]) -> None:
     method = case.get("method", "POST")
     body = case.get("body", "").encode("latin-1") or (b"" if method == "POST" else None)
     reply = http.call(method, case["path"], body, case.get("headers"))
@@ -176,7 +176,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("expected", OURS, ids=lambda expected: expected[2][:40])
-def test_the_answer_is_ours(http: Http, expected: tuple[str, int, str]) -> None:
+def test_documented_differences_from_triton(http: Http, expected: tuple[str, int, str]) -> None:
     model, status, text = expected
     reply = http.infer(model, OURS[expected])
     assert (reply.status, reply.error) == (status, text)
@@ -194,12 +194,12 @@ def test_the_answer_is_ours(http: Http, expected: tuple[str, int, str]) -> None:
         ({"Content-Encoding": "gzip"}, "failed to decompress the request body"),
     ],
 )
-def test_headers_are_checked_as_ours(http: Http, headers: dict[str, str], text: str) -> None:
+def test_headers_are_validated(http: Http, headers: dict[str, str], text: str) -> None:
     reply = http.infer("simple", simple(), headers)
     assert (reply.status, reply.error) == (400, text)
 
 
-def test_escaped_names_are_names(http: Http) -> None:
+def test_escaped_names_are_unescaped(http: Http) -> None:
     http.infer("sim%70le", simple()).ok()
     assert http.infer("a%2Fb", simple()).error == "Request for unknown model: 'a/b' is not found"
     assert http.get("/v2/models/..%2Fsimple").status == 404
@@ -217,24 +217,24 @@ def test_responses_are_compressed_on_request(http: Http, encoding: str) -> None:
     assert len(body) - size == 128
 
 
-def test_headers_say_little(http: Http) -> None:
+def test_headers_contain_no_server_details(http: Http) -> None:
     headers = http.infer("simple", simple()).ok().headers
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert not {"Server", "Date", "Access-Control-Allow-Origin"} & set(headers.keys())
 
 
-def test_another_sites_page_may_not_post(http: Http) -> None:
+def test_pages_of_other_sites_may_not_post(http: Http) -> None:
     headers = {"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}
     assert http.infer("simple", simple(), headers).status == 403
     http.get("/v2", headers).ok()
 
 
-def test_wrong_encodings_name_the_right_ones(http: Http) -> None:
+def test_unsupported_encodings_list_supported_ones(http: Http) -> None:
     reply = http.infer("simple", simple(), {"Content-Encoding": "br"})
     assert (reply.status, reply.headers["Accept-Encoding"]) == (501, "gzip, deflate")
 
 
-def test_versions_are_told_apart(gateway: Rig, http: Http) -> None:
+def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
     def constant(value: bytes) -> Any:
         def compute(request: Inference) -> Inferred:
             return Inferred(
@@ -264,7 +264,7 @@ def test_versions_are_told_apart(gateway: Rig, http: Http) -> None:
         assert missing.error == "Request for unknown model: 'many' version 3 is not found"
 
 
-def test_a_text_that_is_not_utf8_needs_the_binary_form(http: Http) -> None:
+def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
     data = b"\x01\0\0\0\xff"
     inputs = [("IN", "BYTES", [1], data)]
     refused = http.infer_binary("id_BYTES", inputs)
@@ -274,7 +274,7 @@ def test_a_text_that_is_not_utf8_needs_the_binary_form(http: Http) -> None:
     assert reply.tensors()["OUT"] == [b"\xff"]
 
 
-def test_nothing_internal_is_in_any_answer(gateway: Rig, http: Http) -> None:
+def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
     words = [
         str(gateway.run_dir),
         str(gateway.process.pid),

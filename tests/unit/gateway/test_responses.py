@@ -106,13 +106,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_supported_is_named(case: str) -> None:
+def test_unsupported_fields_are_refused(case: str) -> None:
     body, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
         chat(**body)
 
 
-def test_items_follow_one_another_and_are_remembered() -> None:
+def test_items_are_ordered_and_stored() -> None:
     made = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
     call = {"index": 0, "id": "call_1", "name": "f", "arguments": '{"a'}
     found = events(
@@ -158,7 +158,7 @@ def test_items_follow_one_another_and_are_remembered() -> None:
 def test_a_text_that_is_too_long_is_incomplete() -> None:
     made = ResponseObject({"model": "m"})
     made.add(0, Delta(0, "a b", "length", usage=USAGE))
-    whole = made.whole()
+    whole = made.whole_response()
     assert (whole["status"], whole["incomplete_details"]) == (
         *("incomplete",),
         {"reason": "max_output_tokens"},
@@ -166,7 +166,7 @@ def test_a_text_that_is_too_long_is_incomplete() -> None:
     assert whole["output"][0]["status"] == "incomplete"
 
 
-def test_a_stream_that_fails_says_so() -> None:
+def test_a_failed_stream_ends_with_an_error() -> None:
     made = ResponseObject({"model": "m"})
     made.add(0, Delta(0, "a"))
     first, second = made.failure(Unavailable("gone"))

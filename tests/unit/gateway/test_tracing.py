@@ -17,13 +17,13 @@ SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
     ("rate", "count", "taken"),
     [(1, -1, 12), (3, -1, 4), (3, 2, 2), (0, -1, 0), (1, 0, 0), (100, -1, 0)],
 )
-def test_one_of_so_many_until_there_were_so_many(rate: int, count: int, taken: int) -> None:
+def test_sampling_has_a_rate_and_a_count(rate: int, count: int, taken: int) -> None:
     sampler = Sampler(TraceSettings(("TIMESTAMPS",), rate, count))
     assert sum(sampler.take() for _ in range(12)) == taken
     assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).take()
 
 
-def test_settings_that_stay_the_same_count_on() -> None:
+def test_unchanged_settings_keep_their_count() -> None:
     samplers = Samplers()
     assert not samplers.on
     settings = {"": asdict(TraceSettings()), "m": asdict(ON)}
@@ -36,7 +36,7 @@ def test_settings_that_stay_the_same_count_on() -> None:
     assert samplers.of("other") is not kept
 
 
-def test_nothing_is_made_for_who_does_not_want_it() -> None:
+def test_no_trace_is_created_without_need() -> None:
     tracer = Tracer()
     assert not tracer.active
     assert tracer.begin("m", "1", "", 0, "", False) is None
@@ -70,9 +70,9 @@ def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
     assert next_file(path) == f"{path}.1"
 
 
-def test_another_file_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_not_changed(tmp_path: Path) -> None:
     other = tmp_path / "notes"
     other.write_text("notes")
-    with pytest.raises(ValueError, match="no array of traces"):
+    with pytest.raises(ValueError, match="not an array of traces"):
         append_entries(str(other), [{"id": 1}])
     assert other.read_text() == "notes"

@@ -69,7 +69,7 @@ def test_a_full_arena_is_an_error_and_recovers() -> None:
     arena.close()
 
 
-def test_an_emptied_arena_gives_its_memory_back() -> None:
+def test_an_emptied_arena_returns_its_memory() -> None:
     arena = Arena(1 << 28)
     memory_range = arena.allocate(1 << 27)
     committed = os.fstat(arena.memory.fd).st_blocks * 512

@@ -24,7 +24,7 @@ def test_it_begins_asleep() -> None:
     assert not BusyPoll(2).worth(0) and not BusyPoll(2).worth(1)
 
 
-def test_short_waits_are_worth_it_and_long_ones_end_it() -> None:
+def test_short_waits_enable_polling_and_long_waits_disable_it() -> None:
     busy_poll = after([SHORT] * 20)
     assert busy_poll.worth(1)
     for _ in range(4):
@@ -32,7 +32,7 @@ def test_short_waits_are_worth_it_and_long_ones_end_it() -> None:
     assert not busy_poll.worth(1)
 
 
-def test_one_long_wait_is_forgotten_soon() -> None:
+def test_one_long_wait_has_little_effect() -> None:
     busy_poll = after([SHORT] * 20)
     busy_poll.observe(1, 3_600_000_000_000)
     for _ in range(10):
@@ -50,12 +50,12 @@ def test_many_requests_need_the_cores() -> None:
     assert busy_poll.worth(1)
 
 
-def test_clients_and_workers_are_told_apart() -> None:
+def test_clients_and_workers_are_distinguished() -> None:
     busy_poll = after([SHORT] * 20, requests=1)
     assert busy_poll.worth(1) and not busy_poll.worth(0)
 
 
-def test_there_must_be_a_core_for_the_others() -> None:
+def test_a_single_core_disables_polling() -> None:
     assert not after([SHORT] * 20, cores=1).worth(1)
 
 
@@ -92,7 +92,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
     return wait
 
 
-def test_a_worker_that_is_asked_again_at_once_stays_awake(
+def test_a_worker_with_frequent_requests_polls(
     waits: Callable[..., list[float | None]],
 ) -> None:
     assert waits(SHORT, 1, looks=3) == [0.0, 0.0, 0.0]

@@ -39,7 +39,7 @@ def test_what_is_wrong_is_named_with_what_is_allowed(case: str) -> None:
     assert text in caught.value.message
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(InvalidArgument) as caught:
         EngineSettings.of({"block_size": 0, "weights": "int4", "cheese": 1})
     assert caught.value.message.count("\n") == 2

@@ -37,7 +37,7 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
     assert memory.used == 0
 
 
-def test_only_its_reader_gives_a_block_back(memory: LentMemory) -> None:
+def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
     memory_range = lent(memory, READER).memory_range
     memory_id, offset = memory_range.memory.id, memory_range.offset
     assert not memory.release(OTHER, memory_id, [offset])
@@ -49,7 +49,7 @@ def test_only_its_reader_gives_a_block_back(memory: LentMemory) -> None:
     assert not memory.release(READER, memory_id, [offset])
 
 
-def test_a_reader_that_ends_gives_all_back(memory: LentMemory) -> None:
+def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     for reader in (READER, OTHER, READER):
         lent(memory, reader)
     memory.drop_reader(READER)
@@ -68,7 +68,7 @@ def test_what_is_lent_twice_is_given_back_twice(memory: LentMemory) -> None:
         assert bool(memory.used) == used
 
 
-def test_memory_that_is_full_says_so(memory: LentMemory) -> None:
+def test_full_memory_is_an_error(memory: LentMemory) -> None:
     blocks = [memory.allocate(1 << 15), memory.allocate(1 << 15)]
     with pytest.raises(Unavailable, match="server memory for tensors is full"):
         memory.allocate(1)
@@ -77,10 +77,10 @@ def test_memory_that_is_full_says_so(memory: LentMemory) -> None:
     memory.allocate(1 << 16).release()
 
 
-def test_a_token_that_is_dropped_unsettled_is_told_of() -> None:
+def test_a_token_collected_before_its_release_is_reported() -> None:
     readers: Readers[int] = Readers()
     readers.lend(READER, 0, Holding(lambda: None))
-    readers._lent.clear()  # the test's own doing
+    readers._blocks.clear()  # the test's own doing
     assert tokens.LOST == []
     source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
     there: dict[str, object] = {}

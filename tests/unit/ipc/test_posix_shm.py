@@ -108,14 +108,14 @@ def leased(path: str) -> Iterator[None]:
         signal.signal(signal.SIGIO, before)
 
 
-def test_nobody_waits_for_a_lease(sparse: str) -> None:
+def test_opening_does_not_wait_for_a_lease(sparse: str) -> None:
     """Whoever may register an object may hold a lease on it, and all others' registrations would
     wait behind its own until the kernel ends that, after 45 s."""
     with leased(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
         posix_shm.open_object(sparse)
 
 
-def test_nobody_waits_for_a_lease_on_what_a_program_shares() -> None:
+def test_opening_shared_memory_does_not_wait_for_a_lease() -> None:
     fd = os.memfd_create("leased")
     try:
         os.ftruncate(fd, 4096)

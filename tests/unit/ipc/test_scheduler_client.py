@@ -190,7 +190,7 @@ def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -
     assert client.links.of(m.Release) == []
 
 
-def test_a_refusal_sends_a_request_to_who_serves_its_model_now(client: Client) -> None:
+def test_a_refused_request_is_resubmitted_to_the_current_scheduler(client: Client) -> None:
     request = Request(client)
     client.serving = NEW
     client.receive(failed(code="UNAVAILABLE"))
@@ -271,7 +271,7 @@ def test_no_link_to_a_successor_is_made_for_nothing(client: Client) -> None:
 
 
 @pytest.mark.parametrize("successor", [NEW, ""])
-def test_what_a_lost_scheduler_had(client: Client, successor: str) -> None:
+def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> None:
     """It goes to the successor unless it has begun to respond, may have lost its inputs, or is not
     waited for; what others have is left alone."""
     fresh, begun, once, left, early, answered = (
@@ -303,7 +303,9 @@ def test_what_a_lost_scheduler_had(client: Client, successor: str) -> None:
         assert client.links.of(m.Submit)[-1] == (NEW, fresh.submit) and fresh.endpoint == NEW
 
 
-def test_a_lost_schedulers_requests_go_to_who_serves_their_model(client: Client) -> None:
+def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
+    client: Client,
+) -> None:
     request = Request(client)
     client.serving = NEW
     client.lose(OLD, "")
@@ -313,7 +315,7 @@ def test_a_lost_schedulers_requests_go_to_who_serves_their_model(client: Client)
     assert failure(request).message.endswith(ENDED)
 
 
-def test_a_request_for_a_lost_scheduler_goes_to_the_last_successor(client: Client) -> None:
+def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Client) -> None:
     client.lose(OLD, "ipc://between")
     client.lose("ipc://between", NEW)
     request = Request(client)

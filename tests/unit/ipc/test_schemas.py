@@ -169,24 +169,24 @@ def test_a_long_schema_is_not_kept() -> None:
 
 def test_a_full_cache_is_cleared() -> None:
     cache: BoundedCache[int, str] = BoundedCache(2)
-    cache.remember(1, "one")
-    cache.remember(1, "other")
-    cache.remember(2, "two")
+    cache.store(1, "one")
+    cache.store(1, "other")
+    cache.store(2, "two")
     assert (cache.find(1), cache.find(2)) == ("other", "two")
-    cache.remember(3, "three")
+    cache.store(3, "three")
     assert (cache.find(1), cache.find(3), len(cache)) == (None, "three", 1)
-    cache.forget(3)
-    cache.forget(3)
+    cache.remove(3)
+    cache.remove(3)
     assert len(cache) == 0
 
 
 def test_a_key_is_noticed_the_first_time() -> None:
     cache: BoundedCache[int, str] = BoundedCache(2)
-    assert [cache.notice(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
-    cache.remember(1, "one")
+    assert [cache.is_repeated(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
+    cache.store(1, "one")
     for key in range(10, 20):
-        assert not cache.notice(key)
-    assert cache.find(1) == "one" and cache.notice(1)
+        assert not cache.is_repeated(key)
+    assert cache.find(1) == "one" and cache.is_repeated(1)
 
 
 def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:

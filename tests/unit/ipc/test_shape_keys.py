@@ -80,7 +80,7 @@ def test_the_count_must_be_between_required_and_total(names: str, got: str) -> N
     assert "missing required input(s) ['FIXED','FREE']" in said
 
 
-def test_one_more_than_all_is_refused() -> None:
+def test_more_inputs_than_the_model_has_are_rejected() -> None:
     """3.6: nor may there be more than the model has."""
     names = ("FIXED", "FREE", "LAST", "MORE")
     tensors = [TensorRef(name, "UINT8", (1, 1), b"x") for name in names]

@@ -53,7 +53,7 @@ def test_what_is_no_header_is_left_alone(header: str, taken: bool) -> None:
     assert (TraceContext.of_header(header) is not None) is taken
 
 
-def test_spans_travel_one_behind_the_other() -> None:
+def test_spans_are_concatenated() -> None:
     spans = [span("a", ""), span("b", "a")]
     assert unpack_spans(b"".join(each.packed() for each in spans)) == spans
     assert unpack_spans(b"") == []
@@ -75,7 +75,7 @@ def test_a_message_is_checked(trace: str, taken: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"span_id": "x"}, {"parent_id": "-"}, {"version": "one"}])
-def test_a_model_s_span_is_one(wrong: dict[str, Any]) -> None:
+def test_a_malformed_span_is_rejected(wrong: dict[str, Any]) -> None:
     first, second = span("a", ""), span("b", "a")._replace(**wrong)
     assert unpack_spans(first.packed() + second.packed()) == [first]
 
@@ -83,7 +83,7 @@ def test_a_model_s_span_is_one(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "junk", [b"\xc1", b"\x01", b"\x91\x01", msgpack.packb(["a"] * 14), b"\xdd"]
 )
-def test_what_is_no_span_ends_them(junk: bytes) -> None:
+def test_malformed_data_end_the_spans(junk: bytes) -> None:
     assert unpack_spans(span("a", "").packed() + junk) == [span("a", "")]
 
 

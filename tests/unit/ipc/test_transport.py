@@ -32,7 +32,7 @@ def dealer(router: Router) -> Iterator[Dealer]:
     made.close()
 
 
-def test_who_closes_late_leaves_anothers_socket(tmp_path: Path) -> None:
+def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Path) -> None:
     """As a server does whose run directory was removed, and is another one's by now."""
     endpoint = f"ipc://{tmp_path}/both"
     first, second = Router(endpoint), Router(endpoint)
@@ -55,7 +55,7 @@ def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
     assert "the peer has protocol version 2, this process has version 3" in caplog.text
 
 
-def test_messages_both_ways_in_order(router: Router, dealer: Dealer) -> None:
+def test_messages_arrive_in_order_in_both_directions(router: Router, dealer: Dealer) -> None:
     for number in range(5):
         dealer.post(m.Cancel(number))
     dealer.flush()
@@ -78,9 +78,7 @@ def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer)
     assert arrived(router) == [(b"me", m.Cancel(7))]
 
 
-def test_what_cannot_be_packed_for_one_peer_keeps_nothing_from_another(
-    router: Router, dealer: Dealer
-) -> None:
+def test_an_unencodable_message_does_not_block_other_peers(router: Router, dealer: Dealer) -> None:
     other = Dealer(router.endpoint, "other")
     for link in (dealer, other):
         link.send(m.Cancel(1))
@@ -137,14 +135,14 @@ def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) ->
     thief.close()
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_a_dealer_without_a_listener(tmp_path: Path) -> None:
     dealer = Dealer(f"ipc://{tmp_path}/none", "me")
     dealer.send(m.Cancel(1))
     assert dealer.receive() == [] and not dealer.connected and not dealer.wait(0)
     dealer.close()
 
 
-def test_the_other_end_goes(router: Router, dealer: Dealer) -> None:
+def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert arrived(router)
     router.post(b"me", m.Settled(1))

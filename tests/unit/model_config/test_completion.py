@@ -242,7 +242,7 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
         "parameters: 'batching_strateg' means nothing here, did you mean 'batching_strategy'?",
         "parameters: 'execution_timeout_second' means nothing here, did you mean "
         "'execution_timeout_seconds'?",
-        "dynamic_batching: nothing is batched, as max_batch_size is 0",
+        "dynamic_batching: no effect because max_batch_size is 0",
     ]
     written = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
     assert warnings_of(written, written) == []

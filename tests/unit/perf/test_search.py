@@ -165,7 +165,7 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
     best = Trial(candidate, 100.0, 9.0)
     written = search.recommendation(CONFIG, [best._replace(per_second=50.0), best], best, 12.5)
     assert "p99 within 12.5 ms: 100.0 requests/s" in written
-    assert "as it was: 50.0 requests/s" in written
+    assert "before: 50.0 requests/s" in written
     config = normalise(parse_pbtxt(f'backend: "python" {IO}\n{written}'), "m", 0)
     validate(config, gpu_count=0, complete=True)
     assert search.start(to_dict(config)) == candidate

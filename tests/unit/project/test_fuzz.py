@@ -84,7 +84,7 @@ def test_a_difference_that_nothing_explains_is_a_finding() -> None:
     assert explained("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK") is None
     known = explained("ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
     assert known is not None and known.why
-    closed = "DATA over: STREAM_CLOSED a frame of a stream that has ended | -"
+    closed = "DATA over: STREAM_CLOSED a frame on a closed stream | -"
     assert explained("h2", closed) is not None
     assert explained("h2", f"{closed} behind a reset") is None
 

@@ -25,7 +25,7 @@ _CEILINGS = {
     ("placed", "grpc gateway"): 101.2,
     ("placed", "scheduler"): 108.0,
     ("placed", "worker"): 112.0,
-    ("text", "gateway"): 399.7,
+    ("text", "gateway"): 400.7,
 }
 _SLACK = 2.0  # calls below the ceiling from which the ceiling must be lowered
 _COUNTED_WITH = (3, 11)  # from 3.12 on, comprehensions are not functions

@@ -77,7 +77,7 @@ def test_flags_are_those_of_the_command_line() -> None:
         ({"gateways": "many"}, "--gateways: "),
         (
             {"server": "/run/http.sock", "gateways": 2},
-            "server: a server that is there has its own flags; found gateways",
+            "server: flags cannot be set for a running server; found gateways",
         ),
     ],
 )

@@ -623,8 +623,8 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
     (waiting,) = rig.submit(work=in_place_work())
     rig.supervisor(ProcessExited(100, "signal 9"))
     text = (
-        "the model's worker died while running this request (signal 9); its outputs go over its "
-        "inputs, which may be changed"
+        "the model's worker died while running this request (signal 9); its outputs overlap "
+        "its inputs, which may have changed"
     )
     assert rig.answers() == [failed(number, "INTERNAL", text) for number in begun]
     peer = rig.start(0, 101)

@@ -83,5 +83,5 @@ def test_a_trace_goes_on_if_it_is_one() -> None:
     trace = TraceContext.new().message
     submit = m.Submit(1, *work, NOW, 0, 0, 0, "mine", trace=trace)
     assert rules.checked(FIRST, submit, NOW).trace == trace  # whatever else is not believed
-    with pytest.raises(InvalidArgument, match="trace must be"):
+    with pytest.raises(InvalidArgument, match="trace is malformed"):
         rules.checked(FIRST, m.Submit(1, *work, NOW, 0, 0, 0, trace="00-x"), NOW)

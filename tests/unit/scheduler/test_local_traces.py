@@ -86,4 +86,6 @@ def test_slow_ones_are_told_at_their_last_response() -> None:
     made.begin(PEER, submit(5, age_ms=150))
     made.process_exited(900)
     assert not made.open
-    assert [each.error for each in told[2:]] == ["its client has gone"]  # the other was quick
+    assert [each.error for each in told[2:]] == [
+        "the client has disconnected"
+    ]  # the other was quick

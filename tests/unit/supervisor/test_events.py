@@ -108,7 +108,7 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
     """Only the events are missing then."""
     async with published(run_dir / "none") as publisher:
         publisher.publish(STARTED)
-    assert "no events can be listened to: [Errno 2] No such file or directory" in caplog.text
+    assert "the event socket cannot be opened: [Errno 2] No such file or directory" in caplog.text
 
 
 # --- slow readers
@@ -238,7 +238,7 @@ async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
     async with published(run_dir) as publisher:
         reader = EventReader(run_dir)
         await until_async(lambda: publisher.is_followed(publications.MODELS))
-    with reader, pytest.raises(Disconnected, match="the server has ended"):
+    with reader, pytest.raises(Disconnected, match="the server has exited"):
         await asyncio.to_thread(next, reader.follow())
 
 
@@ -295,7 +295,7 @@ def test_the_page_has_every_event_and_field() -> None:
         ),
         (m.RegionRegistered("r", "", 0, 64, 0, 1), "region r: 64 bytes, on device 1, of uid 0"),
         (m.RegionUnregistered("r", ""), "region r: unregistered"),
-        (m.RegionBlamed("r", "cut"), "region r: to blame (cut)"),
+        (m.RegionBlamed("r", "cut"), "region r: a request was wrong (cut)"),
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
 )

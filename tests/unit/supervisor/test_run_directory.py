@@ -81,7 +81,7 @@ def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
         if lock is not None:
             (home / "lock").write_text(lock)
         before = sorted(os.listdir(home))
-        with pytest.raises(InvalidArgument, match="holds files that are no server's"):
+        with pytest.raises(InvalidArgument, match="contains files that do not belong to a server"):
             RunDirectory(home, patience_s=0.0)
         assert sorted(os.listdir(home)) == before
 
@@ -109,7 +109,7 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
-    with pytest.raises(InvalidArgument, match=r"--run-dir: is needed, .*No usable temporary"):
+    with pytest.raises(InvalidArgument, match=r"--run-dir: required .*No usable temporary"):
         RunDirectory(None)
 
 

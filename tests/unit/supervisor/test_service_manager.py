@@ -224,5 +224,5 @@ def test_sockets_are_taken_by_their_names() -> None:
 def test_what_does_not_listen_is_refused() -> None:
     with socket.socket() as sock:
         assert ask([sock], "http")[0] == (
-            "LISTEN_FDS: descriptor 3 ('http') is no socket that listens"
+            "LISTEN_FDS: descriptor 3 ('http') is not a listening socket"
         )

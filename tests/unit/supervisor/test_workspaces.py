@@ -178,7 +178,7 @@ def test_a_holder_allocates_says_where_and_ends_when_told(tmp_path: Path) -> Non
 def test_a_holder_without_memory_says_so(tmp_path: Path) -> None:
     exporting = FakeCuda().exporting()
     exporting.most = MB
-    with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be had on 'cuda:1'"):
+    with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be allocated on 'cuda:1'"):
         hold(WorkspaceStart(1, 5 * MB, tmp_path), exporting)
     with pytest.raises(InvalidArgument, match="sees no device 'cuda:7'"):
         hold(WorkspaceStart(7, 5 * MB, tmp_path), exporting)
@@ -275,7 +275,7 @@ def test_a_day_of_mixed_sizes_leaves_no_fragments() -> None:
 
 
 def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
-    with pytest.raises(InvalidArgument, match=r"8192 bytes was asked for, .* pool has 4096"):
+    with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
         opened().ask(1, 1, 8192)
 
 

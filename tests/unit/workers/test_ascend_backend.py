@@ -85,7 +85,7 @@ def test_whatever_fails_at_load_leaves_nothing_behind(acl: FakeAcl, worker: Rig,
     assert acl.calls[-1] == ("finalize" if call != "init" else "init")
 
 
-def test_without_cann_the_error_says_what_is_missing(
+def test_without_cann_the_error_names_the_missing_package(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "acl", None)

@@ -103,7 +103,7 @@ def test_a_batch_of_one_in_a_region_is_a_view(region: Region) -> None:
     assert np.array_equal(np.frombuffer(raw, F32), np.arange(8, dtype=F32))
 
 
-def test_rows_next_to_each_other_are_one_view_and_others_are_copied(region: Region) -> None:
+def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region) -> None:
     mappings = Mappings()
     unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
@@ -182,7 +182,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     assert worker.context.arena.used == 0
 
 
-def test_inputs_in_regions_are_read_only_and_others_are_not(worker: Rig, region: Region) -> None:
+def test_only_inputs_in_regions_are_read_only(worker: Rig, region: Region) -> None:
     flags: list[bool] = []
 
     def look(requests: list[Request]) -> list[Response]:
@@ -222,7 +222,7 @@ def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
 # --- outputs
 
 
-def test_outputs_go_where_they_are_wanted(worker: Rig, region: Region) -> None:
+def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) -> None:
     """Inline when small, the arena when not, the client's place when it names one."""
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     small, large = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
@@ -446,7 +446,7 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
         assert reply.code == "", reply.message
 
 
-def test_reshape_both_ways(worker: Rig) -> None:
+def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
     seen: list[tuple[int, ...]] = []
 
     def look(requests: list[Request]) -> list[Response]:
@@ -476,7 +476,7 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
 # --- errors are each request's own
 
 
-def test_what_is_wrong_with_one_request_fails_it_alone(worker: Rig, region: Region) -> None:
+def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
     data = np.ones((1, 4), F32)
     outside = region.memory_range(40 * MIB - 8, 16)
@@ -566,7 +566,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
         assert np.array_equal(replies[number].array("Y"), rows[number])
 
 
-def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
+def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
     sizes: list[int] = []
 
     def picky(requests: list[Request]) -> list[Response]:
@@ -598,9 +598,9 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     """What torch keeps is given back before each; a request cancelled meanwhile is left out."""
     freed: list[int] = []
     seen: list[int] = []
-    for module in ("execute", "failures"):
+    for module in ("batch.execute", "context"):
         monkeypatch.setattr(
-            f"shmserve.workers.batch.{module}.free_cached", lambda: freed.append(len(seen))
+            f"shmserve.workers.{module}.free_cached", lambda: freed.append(len(seen))
         )
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -618,7 +618,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     assert [reply.array("Y").tolist() for reply in replies] == [[[n]] for n in range(8)]
 
 
-def test_who_has_no_memory_even_alone_is_refused_alone(worker: Rig) -> None:
+def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
     def execute(requests: list[Request]) -> list[Response]:
         if any(request.inputs["X"].numpy()[0, 0] < 0 for request in requests):
             worker.cancel(3)
@@ -769,7 +769,7 @@ def test_blocks_of_a_reader_that_died_come_back() -> None:
     arena.close()
 
 
-def test_blocks_of_a_reader_that_died_stay_until_its_scheduler_says_so() -> None:
+def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit() -> None:
     """It may be about to copy them into its cache; once it has gone itself, it is not."""
     arena = Arena(MIB)
     memory = OutputMemory(arena)
@@ -791,7 +791,7 @@ def test_blocks_of_a_reader_that_died_stay_until_its_scheduler_says_so() -> None
     arena.close()
 
 
-def test_blocks_that_nobody_was_told_of_come_back() -> None:
+def test_blocks_of_unsent_responses_are_freed() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
     kept = memory.allocate(CLIENT_PID, 1000)[0]
@@ -805,7 +805,7 @@ def test_blocks_that_nobody_was_told_of_come_back() -> None:
     arena.close()
 
 
-def test_local_clients_that_keep_their_outputs_leave_memory_to_others() -> None:
+def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
     block = MIB // 64

@@ -112,7 +112,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: CalledModels) -> None:
     reply.outputs[0].numpy()[:] = 0  # it is the model's own
 
 
-def test_where_a_model_is_is_asked_once(calls: CallRouter, others: CalledModels) -> None:
+def test_the_endpoint_of_a_model_is_looked_up_once(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     for turn in range(3):
         running = others.run(call, calls, request())
@@ -282,7 +282,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     scheduler.next(m.Submit)
     monkeypatch.setattr(dealer, "Dealer", full)
     others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
-    with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
+    with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
         running.result(10)
     running = others.run(call, calls, request())
     others.answer_find("s2")
@@ -306,7 +306,9 @@ def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: CalledM
     assert values(running.result(10)) == [2.0, 4.0]
 
 
-def test_a_lost_model_that_nobody_serves_now(calls: CallRouter, others: CalledModels) -> None:
+def test_a_call_fails_if_no_scheduler_serves_its_model(
+    calls: CallRouter, others: CalledModels
+) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.answer_find("s1")
@@ -318,9 +320,7 @@ def test_a_lost_model_that_nobody_serves_now(calls: CallRouter, others: CalledMo
         running.result(10)
 
 
-def test_an_unavailable_model_is_asked_for_once_more(
-    calls: CallRouter, others: CalledModels
-) -> None:
+def test_an_unavailable_model_is_looked_up_again(calls: CallRouter, others: CalledModels) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.answer_find("s1")
@@ -442,7 +442,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     assert values(running.result(10)) == [2.0]
 
 
-def test_a_process_that_exits_takes_its_memory_along(
+def test_the_memory_of_an_exited_process_is_unmapped(
     calls: CallRouter, others: CalledModels
 ) -> None:
     scheduler, theirs = others.scheduler("s1"), Arena(MIB)

@@ -122,7 +122,7 @@ def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> No
     assert model.rig.finished.replies == [] and model.rig.finished.executed
 
 
-def test_a_backend_without_streams_gives_one_response_each(model: Model) -> None:
+def test_a_backend_without_streams_sends_one_response_per_request(model: Model) -> None:
     """As a `pytorch` model does whose configuration says that it is decoupled."""
 
     def doubled(requests: list[Request]) -> list[Response]:
@@ -319,12 +319,10 @@ def test_execute_raises(model: Model) -> None:
         model.backend._model.kept[2].send(flags=1)
 
 
-LET_GO = (
-    "the model has let go of the request's response sender, and has not sent its final response"
-)
+LET_GO = "the model released the request's response sender without a final response"
 
 
-def test_a_sender_that_nobody_has_any_more(model: Model) -> None:
+def test_a_collected_sender_ends_its_request(model: Model) -> None:
     """Nobody can send any more, so it has failed: after none, or after some responses."""
     model.serve(
         """
@@ -554,7 +552,7 @@ def test_so_it_is_in_execute_itself(model: Model) -> None:
     assert len(model.responses(1)) == 41
 
 
-def test_responses_with_one_place_go_there_one_by_one(
+def test_responses_to_one_memory_range_are_sent_one_at_a_time(
     model: Model, pumping: Callable[[], None]
 ) -> None:
     region = Region(64)
@@ -617,7 +615,7 @@ def test_a_client_that_never_reads_is_given_up(
     model.begin(0)
     assert model.replies == []
     *_, told, end = model.responses(1)
-    assert (told, end) == ("the client has taken no response for 0.2 s: no more are sent", "end")
+    assert (told, end) == ("the client has read no response for 0.2 s: no more are sent", "end")
     assert model.backend._model.sender.is_cancelled()
 
 

@@ -213,7 +213,7 @@ def test_the_uuid_is_compared_before_anything_is_opened(cuda: FakeCuda) -> None:
     open_already.close()
 
 
-def test_what_a_worker_says_of_a_handle(cuda: FakeCuda) -> None:
+def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64)
     for handle, size, code in (
@@ -415,7 +415,9 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(
         assert (exported.read(32, ROW) == ROW * 2).all()
 
 
-def test_places_that_are_too_small_or_gone(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+def test_memory_ranges_that_are_too_small_or_unmapped(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
     twice(worker)
     exported = cuda.export(64)
     (reply,) = worker.batch(

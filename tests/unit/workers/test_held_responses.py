@@ -102,7 +102,7 @@ def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None
         assert list(chain(*wire.frames)) == list(range(len(steps)))
 
 
-def test_who_sends_next_takes_what_was_held_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_message_also_sends_the_delayed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     link, wire, clock = linked(monkeypatch)
     for number in range(3):
         link.post(number)
@@ -210,7 +210,7 @@ def test_each_leaves_at_once_where_they_are_seldom(model: Sender, clock: Clock) 
     assert clock.due_ns is None
 
 
-def test_what_takes_memory_leaves_at_once(model: Sender, clock: Clock) -> None:
+def test_responses_with_arena_memory_are_sent_immediately(model: Sender, clock: Clock) -> None:
     """Whether it was delivered says whether the memory is free again."""
     model.begin(0)
     model.send(1)

@@ -248,12 +248,12 @@ async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRA
         model.backend.is_ready()
 
 
-def test_a_model_without_is_ready_is_not_asked(worker: Rig) -> None:
+def test_a_model_without_is_ready_is_not_checked(worker: Rig) -> None:
     assert not Model(worker, KINDS["generator"]).backend.checks_ready
 
 
 @pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])
-def test_one_that_waits_for_its_client_holds_up_no_other(worker: Rig, kind: str) -> None:
+def test_a_stream_without_credit_does_not_delay_other_streams(worker: Rig, kind: str) -> None:
     model = Model(worker, KINDS[kind])
     with model.pumping():
         model.begin(2 * FIRST_CREDIT, 2)

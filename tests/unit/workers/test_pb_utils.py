@@ -89,7 +89,7 @@ def test_no_tensor_of_something_else() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_dlpack_both_ways(kind: str) -> None:
+def test_dlpack_import_and_export(kind: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(kind)
     tensor = Tensor("x", array)
     assert tensor.__dlpack_device__() == (1, 0)
@@ -563,7 +563,7 @@ def test_a_counter_and_a_gauge() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_changes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(metrics, "_on_change", lambda at_once: told.append("changed"))
     assert metrics.changes() is None

@@ -575,7 +575,7 @@ def test_responses_from_tasks(model: Model) -> None:
     assert model.ask(1, 2) == [[1], [2]]
 
 
-def test_a_sender_that_nobody_uses(model: Model) -> None:
+def test_an_unused_sender_ends_its_request(model: Model) -> None:
     model.serve("def execute(self, requests): requests[0].get_response_sender()")
     (text,) = model.ask(1)
     assert isinstance(text, str) and "found type '<class 'NoneType'>'" in text
@@ -862,7 +862,7 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, others: CalledMode
         ),
     ],
 )
-def test_a_call_of_nobody(
+def test_a_call_without_a_scheduler_fails(
     model: Model, others: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
 ) -> None:
     model.serve(CALL)

@@ -339,9 +339,7 @@ def test_the_class_called_model_is_served(worker: Rig) -> None:
     assert reply.array("y").tolist() == [[3]]
 
 
-def test_torch_compile_is_asked_for_by_its_parameters(
-    worker: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_enable_torch_compile(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def compiled(module: Any, **options: Any) -> Any:
@@ -448,7 +446,7 @@ def test_what_the_author_wrote_stays(worker: Rig) -> None:
     assert completed["output"] == [tensor_config("OUTPUT__0", "FP32", [-1, 1])]
 
 
-def test_torchscript_says_what_to_write(worker: Rig) -> None:
+def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) -> None:
     save_script(Three(), worker)
     with pytest.raises(InvalidArgument) as caught:
         PytorchBackend(worker.context).complete_config(model_config([], []))
@@ -513,7 +511,7 @@ def texts(*rows: str) -> Any:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("INPUT__0", "INPUT__1")])
-def test_a_script_takes_and_gives_lists_of_texts(worker: Rig, names: tuple[str, str]) -> None:
+def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[str, str]) -> None:
     """As Triton's: all rows of a batch in one list, of which each is UTF-8 there."""
     a, b = names
     save_script(Pair(), worker)
@@ -537,7 +535,7 @@ def decoded(reply: Any, name: str) -> Any:
     return np.vectorize(bytes.decode, otypes=[object])(array).tolist()
 
 
-def test_a_script_may_give_one_list_of_texts(worker: Rig) -> None:
+def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     save_script(Upper(), worker)
     serve(worker, vectors({"a": -1}, {"y": -1}, data_type="STRING", most=0))
     (reply,) = worker.batch(inference(tensor("a", np.array(["a", "bc"], np.object_))))
@@ -584,7 +582,7 @@ def test_devices_that_are_not_there(worker: Rig) -> None:
 # --- errors at run time
 
 
-def test_outputs_that_are_not_what_the_configuration_says(worker: Rig) -> None:
+def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"

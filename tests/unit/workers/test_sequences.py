@@ -316,7 +316,7 @@ def sequences(tmp_path: Path) -> Iterator[Sequences]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_end_that_has_run_takes_the_state_with_it(sequences: Sequences, fails: bool) -> None:
+def test_an_executed_end_releases_the_state(sequences: Sequences, fails: bool) -> None:
     sequences.run((0, START), (1, START))
     assert len(sequences.states) == 2
     sequences.fails = fails
@@ -326,7 +326,7 @@ def test_an_end_that_has_run_takes_the_state_with_it(sequences: Sequences, fails
     assert len(sequences.states) == 0
 
 
-def test_what_the_scheduler_ends_takes_its_state_with_it(sequences: Sequences) -> None:
+def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequences) -> None:
     sequences.run((0, START), (1, START), (2, START))
     sequences.tell(EndSequences([0, 2]))
     assert len(sequences.states) == 1

@@ -113,12 +113,12 @@ def test_leases_of_other_threads(worker: OnDevice) -> None:
     assert worker.cuda.opened == 1
 
 
-def test_a_device_that_fails_takes_the_worker_with_it(worker: OnDevice) -> None:
+def test_a_failed_device_ends_the_worker(worker: OnDevice) -> None:
     with pytest.raises(DeviceLost), worker.workspace.lease(MB):
         worker.cuda.broken = True
 
 
-def test_more_than_there_is_and_a_second_one(worker: OnDevice) -> None:
+def test_a_lease_larger_than_the_pool_and_a_second_lease(worker: OnDevice) -> None:
     with pytest.raises(Internal, match="pool has 2097152"), worker.workspace.lease(3 * MB):
         pass
     with (

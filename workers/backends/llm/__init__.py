@@ -47,8 +47,8 @@ from shmserve.workers.context import client_error
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
 
-def _tensor(name: str, data_type: str, size: int, **more: Any) -> dict[str, Any]:
-    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **more}
+def _tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
+    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **options}
 
 
 _INPUTS = [
@@ -181,9 +181,9 @@ class LlmBackend(Backend):
         if speculation.method == "ngram":
             return NgramProposer()
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
-        mine = self._checkpoint()
-        same = draft.architecture.vocabulary == mine.architecture.vocabulary
-        if not same or draft.tokenizer.get_vocab() != mine.tokenizer.get_vocab():
+        target = self._checkpoint()
+        same = draft.architecture.vocabulary == target.architecture.vocabulary
+        if not same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has another "
                 "vocabulary than the model"

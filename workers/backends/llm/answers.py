@@ -92,12 +92,12 @@ class SampleText:
 
     def _skip_sent(self) -> None:
         """Skip pending text and tokens that another instance has sent."""
-        known = min(len(self.pending), self._sent_before - self.sent_characters)
-        if known > 0:
+        count = min(len(self.pending), self._sent_before - self.sent_characters)
+        if count > 0:
             if self.parser is not None:
-                self.parser.take()  # responses end at tokens, so that all of it was sent
-            self.pending = self.pending[known:]
-            self.sent_characters += known
+                self.parser.take()  # the other instance has sent it: responses end at tokens
+            self.pending = self.pending[count:]
+            self.sent_characters += count
         if self.tokens and self.sent_tokens < self._tokens_before:
             self.sent_tokens += len(self.tokens)
             self.tokens, self.logprobs = [], []
@@ -205,18 +205,18 @@ class TextResponse:
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
-        self._wanted = {output.name for output in stream.request.schema.outputs}
-        if not self._wanted:
+        self._requested = {output.name for output in stream.request.schema.outputs}
+        if not self._requested:
             scored = max(parameters.logprobs, parameters.prompt_logprobs) >= 0
-            self._wanted = {"text_output", *["logprobs"] * scored}
+            self._requested = {"text_output", *["logprobs"] * scored}
             if parameters.return_token_ids:
-                self._wanted |= {"token_ids", "prompt_token_ids"}
+                self._requested |= {"token_ids", "prompt_token_ids"}
         # The log probabilities of the prompt as JSON: with the text, and by themselves.
         self._scored: list[tuple[orjson.Fragment, orjson.Fragment]] = []
         self.samples = [self._sample(index) for index in range(parameters.samples)]
 
     def _sample(self, index: int) -> SampleText:
-        message = "message" in self._wanted
+        message = "message" in self._requested
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
@@ -252,8 +252,8 @@ class TextResponse:
         return best
 
     def _is_last(self, sample: SampleText) -> bool:
-        others = (each for each in self.samples if each is not sample)
-        return bool(sample.finish_reason) and not any(each.open for each in others)
+        siblings = (each for each in self.samples if each is not sample)
+        return bool(sample.finish_reason) and not any(each.open for each in siblings)
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -278,28 +278,28 @@ class TextResponse:
             "token_ids": ("INT32", new),
             "finish_reason": ("BYTES", [sample.finish_reason.encode() for sample in samples]),
         }
-        if "logprobs" in self._wanted:
+        if "logprobs" in self._requested:
             pairs = zip(samples, taken, strict=True)
             texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in pairs]
             made["logprobs"] = ("BYTES", texts)
-        if "message" in self._wanted:
+        if "message" in self._requested:
             parts = zip(samples, taken, strict=True)
             made["message"] = ("BYTES", [sample.message(text) for sample, (text, *_) in parts])
-        if "stop_reason" in self._wanted:
+        if "stop_reason" in self._requested:
             reasons = [orjson.dumps(sample.stop_reason) for sample in samples]
             made["stop_reason"] = ("BYTES", reasons)
-        if "prompt_token_ids" in self._wanted:
+        if "prompt_token_ids" in self._requested:
             tokens = [] if samples[0].begun else self.prompt.tokens
             made["prompt_token_ids"] = ("INT32", tokens)
         for sample in samples:
             sample.begun = True
-        if "usage" in self._wanted:
+        if "usage" in self._requested:
             made["usage"] = ("BYTES", [self._usage(samples) if final else b""])
         kinds = {"BYTES": np.object_, "INT32": np.int32}
         return [
             Output(name, datatype, np.array(values, kinds[datatype]))
             for name, (datatype, values) in made.items()
-            if name in self._wanted
+            if name in self._requested
         ]
 
     def _usage(self, samples: list[SampleText]) -> bytes:
@@ -340,7 +340,7 @@ class TextResponse:
         """
         prompt, parameters = self.prompt, self.prompt.parameters
         for position in range(len(self._scored), len(prompt.tokens)):
-            score = prompt.known.get(position)
+            score = prompt.scores_by_position.get(position)
             if position and score is None:
                 return
             echoed = alone = None
@@ -361,8 +361,8 @@ class TextResponse:
         self, score: TokenLogprobs, offset: int = 0, most: int | None = None
     ) -> dict[str, Any]:
         top = [self._token(token, value) for token, value in score.top[:most]]
-        mine = {**self._token(score.token, score.logprob), "rank": score.rank, "top_logprobs": top}
-        return {**mine, "text_offset": offset}
+        entry = {**self._token(score.token, score.logprob), "rank": score.rank, "top_logprobs": top}
+        return {**entry, "text_offset": offset}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self._texts.shown(token)

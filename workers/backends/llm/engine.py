@@ -132,8 +132,8 @@ class WorkerEngine:
 
     def _plan(self, rows: list[tuple[TokenSequence, Row]]) -> list[Planned]:
         """Return the rows with their proposals, and the tokens that their grammars allow."""
-        wanted = [each for each in rows if each[1].draft] if self.proposer else []
-        proposals = self.proposer.propose(wanted) if self.proposer and wanted else {}
+        drafting = [each for each in rows if each[1].draft] if self.proposer else []
+        proposals = self.proposer.propose(drafting) if self.proposer and drafting else {}
         planned: list[Planned] = []
         for sequence, row in rows:
             proposal = proposals.get(row.sequence, Proposal())
@@ -151,19 +151,19 @@ class WorkerEngine:
     def _forward(self, planned: list[Planned]) -> torch.Tensor:
         """Return the logits of all rows that are sampled or need log probabilities."""
         rows = self.passes.empty()
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         for each in planned:
             row, sequence = each.row, each.sequence
             end = row.start + row.count
             tokens = [*sequence.tokens[row.start : end], *each.proposal.tokens]
             prompt = row.start < len(sequence.prompt.tokens)
             each.begin = rows.add(tokens, row.start, sequence.table, prompt)
-            each.logits = len(wanted)
+            each.logits = len(logit_rows)
             first = 0 if self._scores_prompt(each) else row.count - row.samples
-            wanted += range(each.begin + first, each.begin + len(tokens))
+            logit_rows += range(each.begin + first, each.begin + len(tokens))
         if not planned:
             return torch.empty(0)
-        return self.passes.logits(rows, wanted)
+        return self.passes.logits(rows, logit_rows)
 
     @staticmethod
     def _scores_prompt(each: Planned) -> bool:
@@ -198,10 +198,10 @@ class WorkerEngine:
             for count in range(len(tokens) + 1):
                 mask = each.masks[count] if each.masks else None
                 sampled.append(each.sequence.sampled_row(tokens[:count], mask))
-        mine = logits if len(logit_rows) == len(logits) else logits[logit_rows]
-        raw = _raw(mine, sampled)
-        process(mine, sampled)
-        found = verify(mine, sampled, checks)
+        row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
+        raw = _raw(row_logits, sampled)
+        process(row_logits, sampled)
+        found = verify(row_logits, sampled, checks)
         parts = zip(sampling, checks, found, strict=True)
         emitted = [self._append(each, check, tokens, raw) for each, check, tokens in parts]
         self.emit(emitted)
@@ -241,8 +241,8 @@ class WorkerEngine:
         targets = prompt.tokens[row.start + 1 : last + 1]
         rows = logits[each.logits : each.logits + len(targets)]
         scores = logprobs(rows, targets, prompt.scored)
-        for position, one in enumerate(scores, row.start + 1):
-            prompt.known.setdefault(position, one)
+        for position, score in enumerate(scores, row.start + 1):
+            prompt.scores_by_position.setdefault(position, score)
         self.emit([Emitted(each.sequence.number, prompt, each.sequence.sample, [], "", [])])
         return row.count - row.samples
 

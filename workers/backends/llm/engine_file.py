@@ -59,7 +59,7 @@ def _positions(top: yaml.Node) -> dict[str, str]:
     for key, mark in _keys(top, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
-            twice.append(f"{NAME}:{_at(mark)}: {key}: it stands in line {line} already")
+            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line} already")
         positions.setdefault(key, _at(mark))
     if twice:
         raise InvalidArgument("\n".join(twice))
@@ -106,8 +106,8 @@ def sized(
     if not blocks:
         weights = sum(math.prod(shape) for shape in made.weights().values()) * _FLOAT
         available = max(_available(device) / instances - weights, 0) * _SHARE
-        wanted = settings.max_batch_size * -(-longest // settings.block_size)
-        blocks = max(min(int(available / block_bytes), wanted), 1)
+        needed = settings.max_batch_size * -(-longest // settings.block_size)
+        blocks = max(min(int(available / block_bytes), needed), 1)
     swap = settings.swap_blocks or int(settings.swap_space_gb * 1e9 / block_bytes)
     return settings.sized(blocks, min(longest, blocks * settings.block_size), swap)
 

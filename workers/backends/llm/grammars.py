@@ -230,9 +230,9 @@ def _pattern(names: Any, root: Any) -> str | None:
     if limits.keys() <= {"minLength", "maxLength"}:
         least, most = limits.get("minLength", 0), limits.get("maxLength", "")
         return f"^[\\s\\S]{{{least},{most}}}$" if limits else ""
-    (key, value), *more = limits.items()
+    (key, value), *rest = limits.items()
     texts = value if key == "enum" else [value]
-    if more or not all(isinstance(text, str) for text in texts):
+    if rest or not all(isinstance(text, str) for text in texts):
         return None
     if key in ("enum", "const"):
         return f"^(?:{'|'.join(map(re.escape, texts))})$"

@@ -184,7 +184,7 @@ class MessageParser:
             self._blank, self._last = False, (self._last + shown)[-2:]
             self._add("content", text)
 
-    def settle(self) -> None:
+    def discard_read(self) -> None:
         """Leave out the text that was read, and white space before and after it."""
         self._raw = self._held = ""
         self._blank = True
@@ -254,7 +254,7 @@ class MessageParser:
                 self.add_content(raw)
             return False
         self._announce(call, complete=True)
-        self.settle()
+        self.discard_read()
         return True
 
     # --- reading
@@ -293,8 +293,8 @@ class MessageParser:
             MalformedCall: Another text follows.
         """
         yield from self.skip()
-        for wanted in text:
-            if (yield from self.peek()) != wanted:
+        for expected in text:
+            if (yield from self.peek()) != expected:
                 raise MalformedCall
             self.pull(1)
 

@@ -209,8 +209,8 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Combine parameters that are given by two names."""
     values["top_k"] = max(values.get("top_k", 0), 0)
-    asked, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
-    if not asked:
+    requested, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
+    if not requested:
         values["logprobs"] = -1
     elif top is not None:
         values["logprobs"] = top
@@ -226,7 +226,7 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         beyond = [token for token in values.get(name, ()) if not 0 <= token < vocabulary]
         if beyond:
-            found.append(f"{name}: {beyond[0]} is not a token, these are 0 to {vocabulary - 1}")
+            found.append(f"{name}: {beyond[0]} is not a token; allowed are 0 to {vocabulary - 1}")
     least, most = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if least > most:
         found.append(f"min_tokens: {least} is more than max_tokens {most}")
@@ -292,10 +292,10 @@ def _flag(name: str, value: Any) -> dict[str, Any]:
 
 
 def _logprobs(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of a number of tokens or, with `top_logprobs`, of a flag."""
+    """Return the fields of `logprobs`: a number of tokens, or a flag as in chats."""
     if value in ("true", "false") or isinstance(value, bool):
-        wanted = value in (True, "true")
-        return {"wants_logprobs": wanted, "logprobs": 0 if wanted else -1}
+        requested = value in (True, "true")
+        return {"wants_logprobs": requested, "logprobs": 0 if requested else -1}
     return _number(name, value)
 
 
@@ -392,7 +392,7 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
-    """Return the grammar of vLLM's object, which has one constraint and its options."""
+    """Return the grammar of `structured_outputs`: an object with one constraint and options."""
     allowed = f"an object with one of {', '.join(_CONSTRAINTS)}"
     found = _decoded(value, allowed)
     if not isinstance(found, dict):

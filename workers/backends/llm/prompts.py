@@ -177,13 +177,16 @@ class PromptReader:
         if task is None:
             return None
         found: dict[str, tuple[str, Any]] = {}
-        wanted = {output.name for output in request.schema.outputs} or {"text_output", "token_ids"}
+        requested = {output.name for output in request.schema.outputs} or {
+            "text_output",
+            "token_ids",
+        }
         if task == "detokenize" and "input_ids" in given:
             tokens = given["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
                 most = self._vocabulary - 1
-                raise InvalidArgument(f"tokens: {wrong[0]} is not a token, these are 0 to {most}")
+                raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {most}")
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             found["text_output"] = "BYTES", [each.encode() for each in texts]
@@ -199,7 +202,7 @@ class PromptReader:
                 text = self._chat.render(chat)
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             found["token_ids"] = "INT32", encoding.ids
-            if "text_output" in wanted:
+            if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
                 found["text_output"] = "BYTES", [orjson.dumps(pieces)]
         else:
@@ -211,7 +214,7 @@ class PromptReader:
             [
                 Output(name, datatype, np.array(values, _KINDS[datatype]))
                 for name, (datatype, values) in found.items()
-                if name in wanted
+                if name in requested
             ]
         )
 
@@ -307,7 +310,7 @@ class PromptReader:
         if wrong is None:
             return
         if name == "input_ids":
-            raise InvalidArgument(f"input_ids: {wrong} is not a token, these are 0 to {most}")
+            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {most}")
         token = clip(repr(self._tokenizer.id_to_token(wrong)))
         raise InvalidArgument(
             f"{name}: the token {token} is {wrong}, and the model has tokens up to {most} "

@@ -160,9 +160,9 @@ def _penalise(line: torch.Tensor, row: SampledRow) -> None:
     parameters = row.parameters
     tokens = torch.tensor(row.tokens, device=line.device)
     if parameters.repetition_penalty != 1.0:
-        seen = torch.unique(tokens)
-        found, penalty = line[seen], parameters.repetition_penalty
-        line[seen] = torch.where(found < 0, found * penalty, found / penalty)
+        distinct = torch.unique(tokens)
+        found, penalty = line[distinct], parameters.repetition_penalty
+        line[distinct] = torch.where(found < 0, found * penalty, found / penalty)
     present, counts = torch.unique(tokens[row.prompt :], return_counts=True)
     line[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
@@ -170,9 +170,9 @@ def _penalise(line: torch.Tensor, row: SampledRow) -> None:
 def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
     """Forbid all tokens but those whose bits are set, lowest first, in int32 words."""
     bits = (allowed.unsqueeze(1) >> torch.arange(32)) & 1
-    known = bits.flatten()[: len(line)].bool().to(line.device)
-    line[len(known) :] = -math.inf
-    line[: len(known)].masked_fill_(~known, -math.inf)
+    permitted = bits.flatten()[: len(line)].bool().to(line.device)
+    line[len(permitted) :] = -math.inf
+    line[: len(permitted)].masked_fill_(~permitted, -math.inf)
 
 
 def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
@@ -265,22 +265,22 @@ def verify(
     These tokens are the accepted part of the proposal, and one more token.
     """
     drawn, _ = sample(logits, rows)
-    wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
+    target = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
     found: list[list[int]] = []
     for first, proposal in checks:
         own = drawn[first : first + len(proposal.tokens) + 1]
-        if wanted is not None and proposal.chances:
+        if target is not None and proposal.chances:
             part = slice(first, first + len(own))
-            found.append(_rejection(wanted[part], rows[part], proposal, own[-1]))
+            found.append(_rejection(target[part], rows[part], proposal, own[-1]))
             continue
-        same = [token == mine for token, mine in zip(proposal.tokens, own, strict=False)]
+        same = [token == sampled for token, sampled in zip(proposal.tokens, own, strict=False)]
         accepted = same.index(False) if False in same else len(same)
         found.append(own[: accepted + 1])
     return found
 
 
 def _rejection(
-    wanted: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
+    target: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
 ) -> list[int]:
     """Accept each token with the probability min(1, p / q).
 
@@ -288,15 +288,15 @@ def _rejection(
     all tokens are accepted.
     """
     tokens: list[int] = []
-    for token, chance, mine, row in zip(
-        proposal.tokens, proposal.chances, wanted, rows, strict=False
+    for token, chance, target_chances, row in zip(
+        proposal.tokens, proposal.chances, target, rows, strict=False
     ):
-        if row.draw(ACCEPTANCE) * float(chance[token]) < float(mine[token]):
+        if row.draw(ACCEPTANCE) * float(chance[token]) < float(target_chances[token]):
             tokens.append(token)
             continue
-        rest = (mine - chance).clamp_min(0)
+        rest = (target_chances - chance).clamp_min(0)
         if float(rest.sum()) <= 1e-6:
-            rest = mine
+            rest = target_chances
         return tokens + pick(rest.unsqueeze(0), [row.draw()])
     return [*tokens, bonus]
 
@@ -307,10 +307,10 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     `logits` are raw, [rows, vocabulary].
     """
     found = logits.log_softmax(-1)
-    mine = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
+    picked = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
     best = found.topk(min(top, found.shape[1]))
-    ranks = (found > mine.unsqueeze(1)).sum(1) + 1
-    columns = (mine, best.indices, best.values, ranks)
+    ranks = (found > picked.unsqueeze(1)).sum(1) + 1
+    columns = (picked, best.indices, best.values, ranks)
     return [
         TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
         for token, value, ids, values, rank in zip(

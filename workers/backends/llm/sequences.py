@@ -22,7 +22,7 @@ class Prompt:
         replayed: The same, if their log probabilities are wanted; they are generated again.
         scored: The number of likeliest tokens to report for each token of the prompt; -1: no log
             probabilities.
-        known: The log probabilities of the prompt's tokens by position.
+        scores_by_position: The log probabilities of the prompt's tokens by position.
         offsets: The index of each token in the text of the prompt, if its log probabilities belong
             to those of the text.
         cached: The number of tokens that were not computed; -1 if that is not known yet.
@@ -40,7 +40,7 @@ class Prompt:
     replayed: dict[int, list[int]] = field(default_factory=dict)
     scored: int = -1
     offsets: Sequence[int] = ()
-    known: dict[int, TokenLogprobs] = field(default_factory=dict)
+    scores_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
     message: MessageFormat | None = None
     frame: str = ""
@@ -102,8 +102,8 @@ class TokenSequence:
         parameters, ends = self.prompt.parameters, self.prompt.ends
         first = len(self.prompt.tokens)
         if self.replayed:
-            known = self.replayed[len(self.tokens) - first :][: len(tokens)]
-            tokens = [*known, *tokens[len(known) :]]
+            replayed = self.replayed[len(self.tokens) - first :][: len(tokens)]
+            tokens = [*replayed, *tokens[len(replayed) :]]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             finish_reason = ""

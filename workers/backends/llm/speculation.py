@@ -41,15 +41,15 @@ class NgramProposer(Proposer):
 
 def followers(tokens: Sequence[int], count: int) -> list[int]:
     """Return up to `count` tokens behind the last earlier occurrence of the longest ending."""
-    known = np.array(tokens)
+    token_array = np.array(tokens)
     for length in range(_LONGEST, _SHORTEST - 1, -1):
-        if len(known) <= length:
+        if len(token_array) <= length:
             continue
-        windows = np.lib.stride_tricks.sliding_window_view(known[:-1], length)
-        found = np.flatnonzero((windows == known[-length:]).all(1))
+        windows = np.lib.stride_tricks.sliding_window_view(token_array[:-1], length)
+        found = np.flatnonzero((windows == token_array[-length:]).all(1))
         if len(found):
             begin = int(found[-1]) + length
-            return list(map(int, known[begin : begin + count]))
+            return list(map(int, token_array[begin : begin + count]))
     return []
 
 
@@ -98,13 +98,13 @@ class DraftModel(Proposer):
     ) -> torch.Tensor:
         """Return the logits behind each sequence and its proposed tokens."""
         reading = self._passes.empty()
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         for sequence, _ in rows:
             drafts = made[sequence.number].tokens
             begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.drafted
             tokens = drafts[-1:] or sequence.tokens[begin:]
-            wanted.append(reading.add(tokens, begin, sequence.table) + len(tokens) - 1)
-        return self._passes.logits(reading, wanted)
+            logit_rows.append(reading.add(tokens, begin, sequence.table) + len(tokens) - 1)
+        return self._passes.logits(reading, logit_rows)
 
     def _extend(
         self,

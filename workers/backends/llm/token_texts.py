@@ -57,15 +57,15 @@ class TokenTexts:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         # The decoder may strip the first of two equal tokens, but not the second.
-        first, both = self.decode([token]), self.decode([token, token])
-        return both[len(first) :].encode()
+        first, twice = self.decode([token]), self.decode([token, token])
+        return twice[len(first) :].encode()
 
     @functools.cached_property
     def _sorted(self) -> tuple[list[bytes], list[int]]:
         """Return the bytes of the tokens that are text, sorted, and the tokens in this order."""
-        known = self.tokenizer.get_vocab().values()
+        tokens = self.tokenizer.get_vocab().values()
         pairs = sorted(
-            (self.bytes_of(token), token) for token in known if token not in self.special
+            (self.bytes_of(token), token) for token in tokens if token not in self.special
         )
         return [data for data, _ in pairs], [token for _, token in pairs]
 
@@ -174,7 +174,7 @@ class Detokenizer:
         kept = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
         kept = kept[-_MOST_HELD:]
         while kept and texts.continues(kept[0]):
-            del kept[0]  # an incomplete character would make byte-fallback decoders replace others
+            del kept[0]  # byte-fallback decoders replace characters beside an incomplete one
         self._tokens = kept  # tokens of the last text, followed by the pending ones
         self._read = texts.complete(self._tokens)  # the number of tokens of the last text
         self._before = self._decode(self._tokens[: self._read])

@@ -88,8 +88,8 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        known = with_patterns(schema, schema)
-        spaced = {**known, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
+        extended = with_patterns(schema, schema)
+        spaced = {**extended, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
         return f"%json {json.dumps(spaced)}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
@@ -98,16 +98,19 @@ class Lark:
 
     def sequence(self, calls: Calls, first: str, parallel: bool) -> str:
         """Return a rule for calls."""
-        more = f"({calls.separator} {calls.call})*" if parallel else ""
-        return self.rule(f"{first} {more} {calls.end}")
+        further = f"({calls.separator} {calls.call})*" if parallel else ""
+        return self.rule(f"{first} {further} {calls.end}")
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json_call(parser: MessageParser, known: bool = False) -> Reading[None]:
-    """Read {"name": ..., "arguments": {...}}; with `known`, the name has to be that of a tool."""
+def _json_call(parser: MessageParser, must_exist: bool = False) -> Reading[None]:
+    """Read {"name": ..., "arguments": {...}}.
+
+    With `must_exist`, the name has to be that of a tool.
+    """
     yield from parser.expect("{")
     complete = False
     while True:
@@ -115,7 +118,7 @@ def _json_call(parser: MessageParser, known: bool = False) -> Reading[None]:
         yield from parser.expect(":")
         if key == "name":
             name = yield from parser.json_string()
-            if known and name not in parser.format.tools:
+            if must_exist and name not in parser.format.tools:
                 raise MalformedCall
             parser.name(name)
         elif key in ("arguments", "parameters") and not complete:
@@ -170,7 +173,7 @@ def _llama_json(parser: MessageParser) -> Reading[None]:
                 parser.add_content(tag)
                 continue
             parser.unread(tag)
-        yield from parser.attempt(_json_call(parser, known=True))
+        yield from parser.attempt(_json_call(parser, must_exist=True))
 
 
 def _llama_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
@@ -195,7 +198,7 @@ def _listed(parser: MessageParser, call: Callable[[MessageParser], Reading[None]
         if separator in ("]", ","):
             parser.pull(1)
         if separator != ",":
-            parser.settle()
+            parser.discard_read()
             return
 
 
@@ -346,7 +349,7 @@ def _types(found: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if "$ref" in found:
         return _types(resolved(str(found["$ref"]), root), root, depth + 1)
     alternatives = [*found.get("anyOf", ()), *found.get("oneOf", ()), *found.get("allOf", ())]
-    return {each for one in alternatives for each in _types(one, root, depth + 1)}
+    return {each for alternative in alternatives for each in _types(alternative, root, depth + 1)}
 
 
 def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
@@ -369,7 +372,7 @@ def _pythonic(parser: MessageParser) -> Reading[None]:
     """[name(key="text", other=3), ...], as a list of calls in Python."""
     while tag := (yield from parser.content_until("<|python_start|>", "<|python_end|>", "[")):
         if tag != "[":
-            parser.settle()
+            parser.discard_read()
             continue
         yield from _listed(parser, _python_call)
 
@@ -417,8 +420,8 @@ def _python_value(parser: MessageParser) -> Reading[None]:
             if not char:
                 raise MalformedCall
             parser.pull(1)
-            known = char != "\\"
-            parser.arguments(_escaped(char) if known else (yield from _python_escape(parser)))
+            is_plain = char != "\\"
+            parser.arguments(_escaped(char) if is_plain else (yield from _python_escape(parser)))
         parser.pull(1)
         parser.arguments('"')
         return

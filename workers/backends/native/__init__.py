@@ -97,12 +97,12 @@ class NativeBackend(Backend):
         groups = declaration.instance_groups(model)
         if groups:
             completed["instance_group"] = groups
-        seen = ModelSpec.of(completed)
-        ours = made_here(seen)
+        typed = ModelSpec.of(completed)
+        added = made_here(typed)
         completed["input"] = config.get("input") or declaration.own_inputs(
-            model, inputs, ours, self._at
+            model, inputs, added, self._at
         )
-        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
+        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in added]
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
@@ -112,7 +112,7 @@ class NativeBackend(Backend):
             # The scheduler queues further requests.
             most = max(1, declaration.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
-        elif completed["max_batch_size"] > 1 and not seen.has_scheduler:
+        elif completed["max_batch_size"] > 1 and not typed.has_scheduler:
             delay = declaration.whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
@@ -222,7 +222,7 @@ class NativeBackend(Backend):
         return self._class
 
     def _at(self, name: str) -> str:
-        """Return the place of an attribute, or of the class, as the beginning of a line."""
+        """Return `MODEL/VERSION/FILE:LINE:COLUMN: ` of an attribute, for the start of a message."""
         own = (name, name.partition(".")[0], "")
         position = next((self._positions[each] for each in own if each in self._positions), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
@@ -309,7 +309,7 @@ class GeneratorStreams:
                 threading.Thread(
                     target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
                 ).start()
-        except BaseException as error:  # SystemExit too: it must not end the worker
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
             self._free_place()
 
@@ -349,7 +349,7 @@ class GeneratorStreams:
         try:
             with inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
-        except BaseException as error:  # SystemExit too: it must not end the worker
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
         finally:
             self._end(stream)

@@ -100,17 +100,17 @@ def read(model: type, at: Where = nowhere) -> PredictSignature:
 
 
 def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
-    predict = _placed(at, "predict", _method, model)
-    hints = _placed(at, "predict", _hints, model, predict)
+    predict = _located(at, "predict", _method, model)
+    hints = _located(at, "predict", _hints, model, predict)
     parameters = tuple(
-        wrong(_placed, at, f"predict.{name}", _parameter, model.__name__, each, hints.get(name))
+        wrong(_located, at, f"predict.{name}", _parameter, model.__name__, each, hints.get(name))
         for name, each in list(inspect.signature(predict).parameters.items())[1:]
     )
-    outputs, take, streams = _placed(at, "predict", _result, model, predict, hints)
+    outputs, take, streams = _located(at, "predict", _result, model, predict, hints)
     return PredictSignature(parameters, outputs, take, streams)
 
 
-def _placed(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _located(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function; prefix its InvalidArgument with the place of `name`."""
     try:
         return make(*args, **kwargs)
@@ -364,7 +364,7 @@ def whole(model: type, attribute: str, default: int) -> int:
 
 
 def own_inputs(
-    model: type, inputs: list[dict[str, Any]], ours: frozenset[str], at: Where
+    model: type, inputs: list[dict[str, Any]], added: frozenset[str], at: Where
 ) -> list[dict[str, Any]]:
     """Return the inputs that clients send, with `ragged` ones marked.
 
@@ -372,13 +372,13 @@ def own_inputs(
         InvalidArgument: `ragged` does not name inputs.
     """
     ragged = getattr(model, "ragged", ())
-    known = {each["name"] for each in inputs} - ours
-    if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
+    names = {each["name"] for each in inputs} - added
+    if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
         raise InvalidArgument(
             f"{at('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
-            f"{sorted(known)}, got {ragged!r}"
+            f"{sorted(names)}, got {ragged!r}"
         )
-    own = [each for each in inputs if each["name"] not in ours]
+    own = [each for each in inputs if each["name"] not in added]
     return [each | ({"allow_ragged_batch": True} if each["name"] in ragged else {}) for each in own]
 
 

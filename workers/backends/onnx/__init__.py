@@ -76,7 +76,7 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         needed = missing_package("backend 'onnxruntime'", error, "onnx")
         raise Unavailable(f"{needed}, or onnxruntime-gpu for CUDA") from None
-    runtime.disable_telemetry_events()  # the environment is read at import at the latest
+    runtime.disable_telemetry_events()  # too late for its environment variable
     return runtime
 
 
@@ -96,17 +96,17 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         folders = (context.version_dir, context.model_dir)
         found = (str(folder / name) for folder in folders if (folder / name).exists())
         options.register_custom_ops_library(next(found, name))
-    wanted = providers(config, context.kind, context.device_id)
+    selected = providers(config, context.kind, context.device_id)
     present = runtime.get_available_providers()
-    for name, _ in wanted:
+    for name, _ in selected:
         if name not in present:
             raise Unavailable(
                 f"model '{context.model_name}' needs {name}, and the onnxruntime that is installed "
                 f"has {', '.join(present)} only" + _HINTS.get(name, "")
             )
-    session = runtime.InferenceSession(str(path), options, providers=wanted)
+    session = runtime.InferenceSession(str(path), options, providers=selected)
     used = session.get_providers()
-    for name, _ in wanted:
+    for name, _ in selected:
         if name not in used:  # onnxruntime falls back to the CPU if a library does not load
             raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
     return session
@@ -191,18 +191,18 @@ _DATATYPES = {f"tensor({_OWN_NAMES.get(name, kind.name)})": name for name, kind 
 _UNBOUNDED = 2**31
 
 
-def describe(session: Any, wanted: Collection[str] = ()) -> Description:
+def describe(session: Any, configured: Collection[str] = ()) -> Description:
     """Describe the tensors of a session.
 
-    An output that is not `wanted` is omitted if its datatype is not supported.
+    An output that is not `configured` is omitted if its datatype is not supported.
 
     Raises:
         InvalidArgument: A datatype is not supported.
     """
     inputs = tuple(_described("input", node) for node in session.get_inputs())
     nodes = session.get_outputs()
-    if wanted:  # other outputs may be sequences or maps
-        nodes = [node for node in nodes if node.name in wanted or node.type in _DATATYPES]
+    if configured:  # other outputs may be sequences or maps
+        nodes = [node for node in nodes if node.name in configured or node.type in _DATATYPES]
     outputs = tuple(_described("output", node) for node in nodes)
     return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
@@ -261,15 +261,15 @@ def check(
         ("output", signature.outputs, description.outputs),
     )
     for what, specs, tensors in sides:
-        known = {tensor.name: tensor for tensor in tensors}
+        in_file = {tensor.name: tensor for tensor in tensors}
         for spec in specs.values():
-            if spec.name not in known:
+            if spec.name not in in_file:
                 raise InvalidArgument(
                     f"unexpected inference {what} '{spec.name}', allowed {what}s are: "
-                    f"{', '.join(sorted(known))}"
+                    f"{', '.join(sorted(in_file))}"
                 )
             if spec.name not in made:
-                _check_tensor(what, spec, known[spec.name], signature)
+                _check_tensor(what, spec, in_file[spec.name], signature)
     lost = sorted({tensor.name for tensor in description.inputs} - {*signature.inputs, *made})
     if lost:
         raise InvalidArgument(
@@ -323,10 +323,10 @@ class OnnxBackend(Backend):
         """Add the inputs, outputs and batch size of the file to the configuration."""
         spec = ModelSpec.of(config)
         _, description = self._open(spec)
-        ours = made_here(spec)
+        added = made_here(spec)
         clients = Description(
-            tuple(tensor for tensor in description.inputs if tensor.name not in ours),
-            tuple(tensor for tensor in description.outputs if tensor.name not in ours),
+            tuple(tensor for tensor in description.inputs if tensor.name not in added),
+            tuple(tensor for tensor in description.outputs if tensor.name not in added),
             description.largest_batch,
         )
         most = int(self.context.backend_config.get("default-max-batch-size", "4"))
@@ -370,9 +370,9 @@ class OnnxBackend(Backend):
         inputs = as_scalars(self._runner.inputs(requests), self._scalars)
         needed = {name for request in requests for name in request.requested}
         needed.update(requests[0].states)
-        wanted = [name for name in self._names if name in needed] or self._names[:1]
+        names = [name for name in self._names if name in needed] or self._names[:1]
         with _in_words():
-            outputs = self._binding.run(inputs, wanted, requests)
+            outputs = self._binding.run(inputs, names, requests)
         return self._runner.responses(requests, as_configured(outputs, self._signature))
 
     def _open(self, config: ModelSpec) -> tuple[Any, Description]:
@@ -383,8 +383,8 @@ class OnnxBackend(Backend):
                 path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
             with _in_words(path):
                 session = open_session(self.context, config, path)
-            wanted = {output.name for output in config.output}
-            self._loaded = session, describe(session, wanted)
+            configured = {output.name for output in config.output}
+            self._loaded = session, describe(session, configured)
         return self._loaded
 
 

@@ -51,44 +51,44 @@ class HostBinding:
         self._unpredictable: set[str] = set()  # outputs whose shape was not as expected
 
     def run(
-        self, inputs: Mapping[str, Array], wanted: Sequence[str], requests: Sequence[Request]
+        self, inputs: Mapping[str, Array], names: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Array]:
         """Return the requested outputs of a batch. Errors of onnxruntime are passed on.
 
         Raises:
             InvalidArgument: A string cannot be passed to onnxruntime, or an output is not UTF-8.
         """
-        placed: dict[str, Array] = {}
+        targets: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
-            placed = self._memory_ranges(inputs, wanted, requests[0])
-        if not placed and not self._bf16:
+            targets = self._memory_ranges(inputs, names, requests[0])
+        if not targets and not self._bf16:
             given = {name: _text(name, array) for name, array in inputs.items()}
             try:
-                made = self._session.run(list(wanted), given)
+                made = self._session.run(list(names), given)
             except UnicodeDecodeError as error:
                 raise InvalidArgument(
                     f"an output has a string that is not UTF-8, which onnxruntime cannot return: "
                     f"{error}"
                 ) from None
-            return dict(zip(wanted, made, strict=True))
+            return dict(zip(names, made, strict=True))
         try:
-            return self._run_bound(inputs, wanted, placed)
+            return self._run_bound(inputs, names, targets)
         except RuntimeError:
-            if not placed:
+            if not targets:
                 raise
             # The output may have an unexpected shape. The session is stateless and may run again.
-            made = self._run_bound(inputs, wanted, {})
-            self._unpredictable |= {n for n in placed if made[n].shape != placed[n].shape}
+            made = self._run_bound(inputs, names, {})
+            self._unpredictable |= {n for n in targets if made[n].shape != targets[n].shape}
             return made
 
     def _memory_ranges(
-        self, inputs: Mapping[str, Array], wanted: Sequence[str], request: Request
+        self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
     ) -> dict[str, Array]:
         """Return arrays for outputs to compute in, by name."""
         found: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
         own = _free_places(request, _WORTH)
-        for name in wanted:
+        for name in names:
             tensor = self._outputs[name]
             shape = _shape(tensor, sizes)
             if shape is None or name in self._unpredictable:
@@ -121,24 +121,24 @@ class HostBinding:
         return view
 
     def _run_bound(
-        self, inputs: Mapping[str, Array], wanted: Sequence[str], placed: Mapping[str, Array]
+        self, inputs: Mapping[str, Array], names: Sequence[str], targets: Mapping[str, Array]
     ) -> dict[str, Array]:
         # Created for each run: in older versions of onnxruntime the binding owns its outputs.
         binding = self._session.io_binding()
         for name, array in inputs.items():
             kind = self._inputs[name].datatype
             binding.bind_input(name, "cpu", 0, _element(kind), array.shape, _address(array))
-        for name in wanted:
-            target = placed.get(name)
+        for name in names:
+            target = targets.get(name)
             if target is None:
                 binding.bind_output(name, "cpu")
                 continue
             kind = self._outputs[name].datatype
             binding.bind_output(name, "cpu", 0, _element(kind), target.shape, _address(target))
         self._session.run_with_iobinding(binding)
-        values = dict(zip(wanted, binding.get_outputs(), strict=True))
+        values = dict(zip(names, binding.get_outputs(), strict=True))
         return {
-            name: placed[name] if name in placed else self._made(name, value, binding)
+            name: targets[name] if name in targets else self._made(name, value, binding)
             for name, value in values.items()
         }
 
@@ -159,7 +159,7 @@ class DeviceBinding:
         self._synchronize = device.synchronize
 
     def run(
-        self, inputs: Mapping[str, Any], wanted: Sequence[str], requests: Sequence[Request]
+        self, inputs: Mapping[str, Any], names: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Any]:
         """Return the requested outputs of a batch; errors of onnxruntime are passed on."""
         binding = self._session.io_binding()
@@ -167,7 +167,7 @@ class DeviceBinding:
             kind = _element(self._datatypes[name])
             where = (self._kind, self._index, kind, tuple(tensor.shape), tensor.data_ptr())
             binding.bind_input(name, *where)
-        for name in wanted:
+        for name in names:
             binding.bind_output(name, self._kind, self._index)
         self._synchronize()  # onnxruntime uses another stream
         self._session.run_with_iobinding(binding)
@@ -175,7 +175,7 @@ class DeviceBinding:
         values = binding.get_outputs()
         return {
             name: self._made(name, value, binding)
-            for name, value in zip(wanted, values, strict=True)
+            for name, value in zip(names, values, strict=True)
         }
 
     def _made(self, name: str, value: Any, binding: Any) -> torch.Tensor:
@@ -272,12 +272,12 @@ def _free_places(request: Request, least: int) -> dict[str, Range]:
     }
     if not found:
         return {}
-    others = [
+    occupied = [
         item.memory_range for item in request.inputs.values() if item.memory_range is not None
     ]
-    others += request.memory_ranges.values()
+    occupied += request.memory_ranges.values()
     return {
         name: memory_range
         for name, memory_range in found.items()
-        if sum(memory_range.overlaps(other) for other in others) == 1  # the range itself
+        if sum(memory_range.overlaps(other) for other in occupied) == 1  # the range itself
     }

@@ -1,4 +1,9 @@
-"""Backend `python`: a `TritonPythonModel` in model.py, as in Triton's Python backend."""
+"""Backend `python`: a `TritonPythonModel` in model.py, as in Triton's Python backend.
+
+execution.py                        calls of the model's `execute`
+request.py tensor.py errors.py      the objects of its API
+server.py metrics.py                the functions of its API: other models, logs, metrics
+"""
 
 from __future__ import annotations
 

@@ -72,12 +72,12 @@ class PythonExecution:
         except BaseException as error:
             responses = self._sent(received) if isinstance(error, Exception) else []
             if not responses:
-                self._lender.forget()
+                self._lender.discard_loans()
                 raise
             logger.exception(
                 "model '%s' failed after it had sent its responses", self._context.model_name
             )
-        self._lender.settle(responses)
+        self._lender.check_loans(responses)
         _detach_kept(requests, received)
         return responses
 

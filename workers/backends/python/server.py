@@ -182,8 +182,8 @@ class ServerApi:
             return False
         if not (found["ready"] and found.get("checks_ready")):
             return bool(found["ready"])
-        asked = self.context.control.ask(AskReady, name, found["version"])
-        return bool(asked["ready"])
+        readiness = self.context.control.ask(AskReady, name, found["version"])
+        return bool(readiness["ready"])
 
 
 _server: ServerApi | None = None

@@ -65,11 +65,11 @@ class Lender:
         warnings.filterwarnings("error", message=_NOT_WRITABLE)
         self._filter = warnings.filters[0]
 
-    def forget(self) -> None:
+    def discard_loans(self) -> None:
         """Drop all loans after a failed execution, whose references are unknown."""
         self._loans = {}
 
-    def settle(self, responses: Sequence[Response]) -> None:
+    def check_loans(self, responses: Sequence[Response]) -> None:
         """Check, after an execution, which arrays the model has kept or changed."""
         if not self._loans:
             return
@@ -93,7 +93,8 @@ class Lender:
 
     def _own(self, kept: Sequence[Input]) -> None:
         logger.warning(
-            "model '%s' has begun to keep its inputs, so each is copied for it", self._model_name
+            "model '%s' keeps references to its inputs, so each input is copied from now on",
+            self._model_name,
         )
         memory_ranges = [source.memory_range for source in kept if source.memory_range is not None]
         self._mappings.detach(memory_ranges)
@@ -108,17 +109,17 @@ def _changed(source: Input, original: memoryview) -> bool:
 def _references(source: Input, responses: Sequence[Response]) -> int:
     """Count the references to an input's array, except those of `responses` and their views."""
     array = source.array
-    known = 0
+    listed = 0
     views: set[int] = set()
     for response in responses:
         for output in response.outputs:
             if output.data is array:
-                known += 1
+                listed += 1
             elif isinstance(output.data, np.ndarray) and output.data.base is array:
                 views.add(id(output.data))
     if views:
-        known += len(views)
-    return sys.getrefcount(array) - known
+        listed += len(views)
+    return sys.getrefcount(array) - listed
 
 
 def _alone() -> int:

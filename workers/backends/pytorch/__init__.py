@@ -149,13 +149,13 @@ class PytorchBackend(Backend):
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
         plan = self._runner.memory_plan(config, self._serving.module)
-        graphs, recorder, wanted = None, self._recorder(), config.optimization.cuda_graphs
-        if wanted and (plan is None or recorder is None):
+        graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
+        if use_graphs and (plan is None or recorder is None):
             why = "its shapes are not fixed" if plan is None else "its device has none"
             logger.warning("model '%s' runs without CUDA graphs: %s", signature.name, why)
         if plan is None:
             return None
-        if wanted and recorder is not None:
+        if use_graphs and recorder is not None:
             try:
                 with self._grad_free():
                     graphs = Graphs(plan, signature, self._device.torch, self._call, recorder)

@@ -79,9 +79,9 @@ class ArgumentBinding:
         if arguments is None:
             positions = _positions(model, "input", inputs, len(inputs))
         else:
-            known = {argument.name: at for at, argument in enumerate(arguments)}
-            if all(name in known for name in inputs):
-                positions = [known[name] for name in inputs]
+            position_by_name = {argument.name: at for at, argument in enumerate(arguments)}
+            if all(name in position_by_name for name in inputs):
+                positions = [position_by_name[name] for name in inputs]
             else:
                 self._check_count(model, inputs, arguments)
                 positions = _positions(model, "input", inputs, len(arguments))
@@ -119,16 +119,16 @@ class ArgumentBinding:
         for position, name in self.by_position:
             if name not in given:
                 continue
-            known = None if self._arguments is None else self._arguments[position]
-            if position == len(args) and not (known and known.by_name):
+            argument = None if self._arguments is None else self._arguments[position]
+            if position == len(args) and not (argument and argument.by_name):
                 args.append(given[name])
-            elif known is None:
+            elif argument is None:
                 raise InvalidArgument(
                     f"input '{name}' cannot be given without those before it: the model takes its "
                     "inputs by position"
                 )
             else:
-                kwargs[known.name] = given[name]
+                kwargs[argument.name] = given[name]
         return args, kwargs
 
 
@@ -507,8 +507,8 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Des
     if len(leading) != 1 or "" in leading:
         return 0
     symbol = leading.pop()
-    for known, bounds in exported.range_constraints.items():
-        if str(known) == symbol:
+    for symbolic, bounds in exported.range_constraints.items():
+        if str(symbolic) == symbol:
             upper = bounds.upper
             return int(upper) if upper < _UNBOUNDED else _UNBOUNDED
     return 0  # an expression such as 2*s0 is not a batch dimension

@@ -1,7 +1,7 @@
 """Calls of a client: unary calls with one message and one response, and streaming calls.
 
     begun ──> message received ──> handler ──> finish or fail ──> `on_ended`: all is sent
-      ├──> disconnected, or deadline expired ──> `on_gone`, `on_ended`
+      ├──> disconnected, or deadline expired ──> `on_disconnect`, `on_ended`
       └──> late: the message was not received in time
 
 A unary call has no task: its handler is a callback. A task handles a streaming call, which has any
@@ -26,8 +26,8 @@ from shmserve.gateway.grpc.calls.headers import (
     ENCODINGS,
     EXPIRED,
     INTERNAL,
-    LATE,
     MISSING,
+    REQUEST_TIMEOUT,
     CallHead,
     Ending,
     StatusCode,
@@ -120,15 +120,6 @@ class Carrier(Protocol):
     def call_ended(self) -> None:
         """Record that a call has ended and that all its frames are sent."""
 
-    def settled(self) -> None:
-        """Record that the client was notified of the drain and that no awaited call is open."""
-
-    def abort(self) -> None:
-        """Close the connection at once, without flushing."""
-
-    def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
-
 
 def response_start(http_status: int) -> bytes:
     """Return the start of the only header block of a response without messages."""
@@ -152,17 +143,17 @@ class GrpcCall(ABC):
     """A call of a client.
 
     Attributes:
-        awaited: Whether a drain waits for the end of the call.
+        delays_drain: Whether a drain waits for the end of the call.
         done: Whether the status is queued or sent.
-        on_gone: The callback for a disconnect or an expired deadline.
+        on_disconnect: The callback for a disconnect or an expired deadline.
         on_ended: The callback for the time when all frames are sent.
     """
 
-    awaited: ClassVar[bool]
-    _unasked: ClassVar[float]  # the part of the window for one message
+    delays_drain: ClassVar[bool]
+    _window_share: ClassVar[float]  # the part of the window for one message
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
-        *("_stream", "_timer", "client", "done", "head", "on_gone", "on_ended"),
+        *("_stream", "_timer", "client", "done", "head", "on_disconnect", "on_ended"),
     )
 
     def __init__(
@@ -174,7 +165,7 @@ class GrpcCall(ABC):
         self.client: ClientIdentity = connection.client
         self._sinks = sinks
         self.done = False
-        self.on_gone: Callable[[], object] | None = None
+        self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
         self._arriving: ArrivingMessage | None = None
@@ -189,7 +180,7 @@ class GrpcCall(ABC):
             self._ends = time.monotonic() + head.timeout_s
             self._timer = connection.loop.call_later(head.timeout_s, self._expired)
 
-    # --- for its handler
+    # --- for the handler of the call
 
     def time_remaining(self) -> float | None:
         """Return the time until the deadline in seconds, or None."""
@@ -223,7 +214,7 @@ class GrpcCall(ABC):
             sending.head(self._stream, head + block, end=True)
         self._connection.flush()
 
-    # --- for its connection
+    # --- for the connection of the call
 
     def data(self, piece: memoryview, ended: bool) -> None:
         """Receive data; `ended` marks the last piece."""
@@ -245,32 +236,32 @@ class GrpcCall(ABC):
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            unasked = self._connection.front.limits.window * self._unasked
-            assembly = self._assembly = Assembly(int(unasked), self.head, self._sinks)
+            window_share = self._connection.front.limits.window * self._window_share
+            assembly = self._assembly = Assembly(int(window_share), self.head, self._sinks)
         assembly.feed(piece)
-        self._cut(assembly, len(piece))
+        self._take_messages(assembly, len(piece))
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None."""
+        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
         assembly = self._assembly
         return None if assembly is None or self.done else assembly.next_buffer(most)
 
-    def _cut(self, assembly: Assembly, size: int) -> None:
+    def _take_messages(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are complete with the last `size` bytes."""
         while (message := assembly.take()) is not None:
-            self._arrived()
+            self._message_complete()
             self._received(message)
-            if self.done or self._is_ahead():
+            if self.done or self._is_queue_full():
                 return
         if not assembly.begun:
             return
-        more = assembly.begun if self._arriving is None else size
+        received = assembly.begun if self._arriving is None else size
         arriving = self.await_message()
-        arriving.received += more
+        arriving.received += received
         if assembly.sink is None:
-            arriving.hold(more)
+            arriving.reserve(received)
         else:
-            arriving.keep(assembly.sink.drop)
+            arriving.register_block(assembly.sink.drop)
         self._enlarge_window(assembly)
 
     def _enlarge_window(self, assembly: Assembly) -> None:
@@ -285,21 +276,21 @@ class GrpcCall(ABC):
         """Start the time limit of a message that is incomplete or missing."""
         if self._arriving is None:
             front = self._connection.front
-            self._arriving = ArrivingMessage(front.body_timeout_s, front.budget, self.late)
+            self._arriving = ArrivingMessage(front.body_timeout_s, front.budget, self.on_timeout)
             self._connection.watch(self, self._arriving)
         return self._arriving
 
-    def _arrived(self) -> None:
+    def _message_complete(self) -> None:
         if self._arriving is not None:
             self._arriving.release_budget()
             self._arriving = None
             self._connection.unwatch(self)
 
-    def late(self) -> None:
+    def on_timeout(self) -> None:
         """End the call, since its message was not received in time."""
-        self.fail(*LATE)
+        self.fail(*REQUEST_TIMEOUT)
 
-    def gone(self) -> None:
+    def disconnected(self) -> None:
         """End the call, since the client has disconnected or violated the protocol."""
         if not self.done:
             self._end()
@@ -314,14 +305,14 @@ class GrpcCall(ABC):
             self._send_status(*EXPIRED)
 
     def _notify_disconnected(self) -> None:
-        on_gone, self.on_gone = self.on_gone, None
-        if on_gone is not None:
-            on_gone()
+        on_disconnect, self.on_disconnect = self.on_disconnect, None
+        if on_disconnect is not None:
+            on_disconnect()
 
     def _end(self) -> None:
         self.done = True
         if self._arriving is not None:
-            self._arrived()
+            self._message_complete()
         if self._assembly is not None:
             self._assembly.drop()
             self._assembly = None
@@ -331,14 +322,14 @@ class GrpcCall(ABC):
 
     def _all_sent(self) -> None:
         self._stream.on_sent = None
-        ended, self.on_ended = self.on_ended, None
-        if ended is not None:
-            ended()
+        on_ended, self.on_ended = self.on_ended, None
+        if on_ended is not None:
+            on_ended()
         self._connection.call_ended()
 
-    # --- for its kinds
+    # --- for subclasses
 
-    def _is_ahead(self) -> bool:
+    def _is_queue_full(self) -> bool:
         """Return whether so many messages are unread that further ones are taken later."""
         return False
 
@@ -374,8 +365,8 @@ class UnaryCall(GrpcCall):
     `on_message` is called with the message, and calls `finish` or `fail` once, at any time.
     """
 
-    awaited = True
-    _unasked = 3 / 4  # Padding may use the rest.
+    delays_drain = True
+    _window_share = 3 / 4  # Padding may use the rest.
     __slots__ = ("_has_message", "_task", "on_message")
 
     def __init__(
@@ -414,7 +405,7 @@ class UnaryCall(GrpcCall):
         elif len(response) < LARGE:
             self._send(self._framed(response))
         else:
-            self.on_gone = None  # The inference has ended, and cannot be cancelled.
+            self.on_disconnect = None  # The inference has ended, and cannot be cancelled.
             self._task = asyncio.ensure_future(self._finish_in_turns(response))
 
     async def _finish_in_turns(self, response: bytes) -> None:
@@ -456,8 +447,8 @@ class UnaryCall(GrpcCall):
 
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
-_TOGETHER = 64 * 1024  # bytes of small messages in one frame
-_AHEAD = 256  # unread messages of a stream, since a small message uses more than its bytes
+_MOST_JOINED = 64 * 1024  # bytes of small messages that are joined in one frame
+_MOST_QUEUED = 256  # unread messages of a stream, since a small message uses more than its bytes
 
 
 class StreamingCall(GrpcCall):
@@ -466,25 +457,28 @@ class StreamingCall(GrpcCall):
     A task handles the call. A disconnect cancels the task.
     """
 
-    awaited = False
-    _unasked = 1 / 2  # Earlier messages may use the other half.
-    __slots__ = ("_ahead", "_closed", "_consumed", "_news", "_queue", "_task", "_written")
+    delays_drain = False
+    _window_share = 1 / 2  # Earlier messages may use the other half.
+    __slots__ = (
+        *("_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue", "_task"),
+        "_write_waiter",
+    )
 
     def __init__(
         self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
     ) -> None:
         super().__init__(connection, stream, head, sinks)
         self._queue: deque[Received] = deque()
-        self._ahead = False  # Received data may contain more messages.
+        self._has_unparsed_data = False  # Received data may contain more messages.
         self._closed = False  # The client has half-closed the stream.
-        self._news: asyncio.Future[None] | None = None
-        self._written: asyncio.Future[None] | None = None
-        self._consumed = 0  # read bytes without a window update
+        self._message_waiter: asyncio.Future[None] | None = None
+        self._write_waiter: asyncio.Future[None] | None = None
+        self._consumed = 0  # bytes that were read since the last window update
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: StreamHandler) -> None:
         """Start the handler, whose result is the status of the call."""
-        self.on_gone = self._cancel
+        self.on_disconnect = self._cancel
         self._task = asyncio.ensure_future(self._run(handler))
 
     async def _run(self, handler: StreamHandler) -> None:
@@ -507,11 +501,11 @@ class StreamingCall(GrpcCall):
 
     def _end(self) -> None:
         super()._end()
-        self._ahead = False
+        self._has_unparsed_data = False
         while self._queue:
             release(self._queue.popleft().data)
-        self._wake(self._news)
-        self._wake(self._written)
+        self._wake(self._message_waiter)
+        self._wake(self._write_waiter)
 
     async def requests(self) -> AsyncIterator[Any]:
         """Yield the messages. The consumer releases them.
@@ -521,21 +515,21 @@ class StreamingCall(GrpcCall):
         """
         while True:
             while not self._queue:
-                if self._ahead:
-                    self._cut_more()
+                if self._has_unparsed_data:
+                    self._take_more_messages()
                     continue
                 if self._closed or self.done:
                     return
-                self._grant()
-                self._news = self._connection.loop.create_future()
-                await self._news
-                self._news = None
+                self._update_window()
+                self._message_waiter = self._connection.loop.create_future()
+                await self._message_waiter
+                self._message_waiter = None
             message = self._queue.popleft()
             self._consumed += len(message.data) + PREFIX.size - message.extra
-            self._grant()
+            self._update_window()
             yield await self._inflated(message) if message.compressed else message.data
 
-    def _grant(self) -> None:
+    def _update_window(self) -> None:
         if self._consumed > self._connection.front.limits.window // 4:
             consumed, self._consumed = self._consumed, 0
             self._connection.http2.send_window_update(self._stream, consumed)
@@ -548,31 +542,31 @@ class StreamingCall(GrpcCall):
             extra, assembly.extra = assembly.extra, 0
             self._connection.http2.send_window_update(self._stream, extra)
 
-    def _is_ahead(self) -> bool:
-        return len(self._queue) >= _AHEAD
+    def _is_queue_full(self) -> bool:
+        return len(self._queue) >= _MOST_QUEUED
 
-    def _cut(self, assembly: Assembly, size: int) -> None:
-        if not self._is_ahead():
-            super()._cut(assembly, size)
-        self._ahead = self._is_ahead()
-        if self._ahead:
+    def _take_messages(self, assembly: Assembly, size: int) -> None:
+        if not self._is_queue_full():
+            super()._take_messages(assembly, size)
+        self._has_unparsed_data = self._is_queue_full()
+        if self._has_unparsed_data:
             assembly.keep_piece()
 
-    def _cut_more(self) -> None:
-        self._ahead = False
+    def _take_more_messages(self) -> None:
+        self._has_unparsed_data = False
         if self._assembly is not None:
             try:
-                self._cut(self._assembly, 0)
+                self._take_messages(self._assembly, 0)
             except ShmserveError as error:  # out of memory
                 raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
 
     def _received(self, message: Received) -> None:
         self._queue.append(message)
-        self._wake(self._news)
+        self._wake(self._message_waiter)
 
     def _half_closed(self) -> None:
         self._closed = True
-        self._wake(self._news)
+        self._wake(self._message_waiter)
 
     @staticmethod
     def _wake(waiting: asyncio.Future[None] | None) -> None:
@@ -603,7 +597,7 @@ class StreamingCall(GrpcCall):
         if self.done:
             return
         sending = self._connection.http2.sending
-        if sum(map(len, pieces)) <= _TOGETHER:
+        if sum(map(len, pieces)) <= _MOST_JOINED:
             sending.data(self._stream, b"".join(pieces))
         else:
             for piece in pieces:
@@ -613,10 +607,10 @@ class StreamingCall(GrpcCall):
             await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
             return
         self._stream.on_progress = self._progress
-        self._written = self._connection.loop.create_future()
+        self._write_waiter = self._connection.loop.create_future()
         async with asyncio.timeout(stall_s):
-            await self._written
+            await self._write_waiter
 
     def _progress(self) -> None:
         if not self._stream.queued:
-            self._wake(self._written)
+            self._wake(self._write_waiter)

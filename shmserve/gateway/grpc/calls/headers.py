@@ -40,8 +40,8 @@ Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
 DONE: Ending = (StatusCode.OK, "", ())
 INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
 # The status of calls whose request is missing, late or malformed.
-LATE: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as from Triton
+REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
+MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as in Triton
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
@@ -57,7 +57,7 @@ _STATUS = {
     "UNAVAILABLE": StatusCode.UNAVAILABLE,
     "INTERNAL": StatusCode.INTERNAL,
 }
-_MOST_DETAILS = 7000  # bytes, as they are sent
+_MOST_DETAILS = 7000  # bytes of the percent-encoded details
 _WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -65,13 +65,13 @@ Metadata = Sequence[tuple[str, str | bytes]]
 # Spellings of the encodings of messages.
 ENCODINGS = ("identity", "deflate", "gzip")
 
-_OURS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
+_PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
 _is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
 _STRICT = (b"triton_grpc_error", b"true")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _LONGEST_S = 1e9
-_LONGEST_NUMBER = 30  # digits
-_LONGEST_NAME = 64  # of an encoding in an error
+_LONGEST_TIMEOUT = 30  # digits
+_LONGEST_NAME = 64  # characters of an unknown encoding's name in an error
 
 
 class CallHead:
@@ -124,7 +124,7 @@ class CallHead:
         if value is None:
             return None
         matched = _is_timeout(value)
-        if matched is None or len(value) > _LONGEST_NUMBER:
+        if matched is None or len(value) > _LONGEST_TIMEOUT:
             self._refuse(200, StatusCode.INTERNAL, "malformed grpc-timeout")
             return None
         return min(int(matched[1]) * _UNIT_S[matched[2]], _LONGEST_S)
@@ -136,7 +136,9 @@ class CallHead:
             self._metadata = [
                 item
                 for name, value in self._fields
-                if name[:1] != b":" and name not in _OURS and not name.startswith(b"grpc-")
+                if name[:1] != b":"
+                and name not in _PROTOCOL_FIELDS
+                and not name.startswith(b"grpc-")
                 for item in _entries(name, value)
             ]
         return self._metadata

@@ -11,11 +11,12 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.compression import Inflater
+from shmserve.gateway.compression import WBITS, Inflater
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
+from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
@@ -24,8 +25,6 @@ LARGE = 64 * 1024  # bytes of a message that is received into its final memory i
 PREFIX = struct.Struct(">BI")
 
 _NOTHING = memoryview(b"")
-
-_WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class BrokenMessage(Exception):
@@ -40,27 +39,8 @@ class BrokenMessage(Exception):
 Message = bytes | ArrivingRequest
 
 
-class Sink(Protocol):
-    """The destination of a message that is received into its final memory."""
-
-    def next_buffer(self, most: int) -> memoryview | None:
-        """Return memory for at most `most` of the next bytes, or None if it is unknown.
-
-        Bytes in this memory are not copied by `feed`.
-        """
-
-    def feed(self, piece: memoryview) -> None:
-        """Receive the next bytes."""
-
-    def whole(self) -> Message:
-        """Return the complete message."""
-
-    def drop(self) -> None:
-        """Release the memory of an incomplete message."""
-
-
 # Returns the destination of a call's next message, given its size. None: the message is assembled.
-Sinks = Callable[[CallHead, int], Sink | None]
+Sinks = Callable[[CallHead, int], RequestSink[ArrivingRequest] | None]
 
 
 def release(message: Message) -> None:
@@ -107,23 +87,23 @@ class ArrivingMessage(Arrival):
 class Assembly:
     """The assembly of one call's messages: `feed` it with data, and `take` complete messages.
 
-    Clients may send `unasked` bytes of a message before the window is enlarged.
+    Clients may send `permitted` bytes of a message before the window is enlarged.
     """
 
     __slots__ = (
-        *("_at", "_compressed", "_copied", "_head", "_later", "_message", "_piece", "_prefix"),
-        *("_sinks", "_size", "_unasked", "extra", "missing", "sink"),
+        *("_compressed", "_copied", "_head", "_later", "_message", "_permitted", "_piece"),
+        *("_position", "_prefix", "_sinks", "_size", "extra", "missing", "sink"),
     )
 
-    def __init__(self, unasked: int, head: CallHead, sinks: Sinks | None) -> None:
-        self._unasked = unasked
+    def __init__(self, permitted: int, head: CallHead, sinks: Sinks | None) -> None:
+        self._permitted = permitted
         self._head = head
         self._sinks = sinks
-        self.sink: Sink | None = None
-        self._piece = _NOTHING  # received data, of which `_at` bytes are consumed
-        self._at = 0
-        self._copied = True  # out of the read buffer
-        self._later = bytearray()  # data behind the piece
+        self.sink: RequestSink[ArrivingRequest] | None = None
+        self._piece = _NOTHING  # received data, of which `_position` bytes are consumed
+        self._position = 0
+        self._copied = True  # The piece was copied out of the read buffer.
+        self._later = bytearray()  # data that was received after the piece
         self._prefix = b""
         self._size = 0
         self._message = bytearray()  # the received part of a message without a sink
@@ -137,22 +117,22 @@ class Assembly:
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None."""
-        if self.sink is None or self._at < len(self._piece) or self._later:
+        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
+        if self.sink is None or self._position < len(self._piece) or self._later:
             return None
         return self.sink.next_buffer(min(most, self.missing))
 
     def feed(self, piece: memoryview) -> None:
         """Receive bytes."""
-        if self._at == len(self._piece) and not self._later:
-            self._piece, self._at, self._copied = piece, 0, False
+        if self._position == len(self._piece) and not self._later:
+            self._piece, self._position, self._copied = piece, 0, False
         else:
             self._later += piece
 
     def keep_piece(self) -> None:
-        """Copy the received data, since it is consumed later than the read buffer is reused."""
+        """Copy the unconsumed data out of the read buffer, which is about to be reused."""
         if not self._copied:
-            self._piece, self._at = memoryview(bytes(self._piece[self._at :])), 0
+            self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
             self._copied = True
 
     def take(self) -> Received | None:
@@ -161,18 +141,18 @@ class Assembly:
         Raises:
             BrokenMessage: The data is not a message, or the message is too large.
         """
-        while self._at < len(self._piece) or self._next_piece():
+        while self._position < len(self._piece) or self._next_piece():
             if not self.missing:
-                taken = PREFIX.size - len(self._prefix)
-                self._prefix += self._piece[self._at : self._at + taken]
-                self._at = min(self._at + taken, len(self._piece))
+                size = PREFIX.size - len(self._prefix)
+                self._prefix += self._piece[self._position : self._position + size]
+                self._position = min(self._position + size, len(self._piece))
                 if len(self._prefix) < PREFIX.size:
                     continue
                 if not self._begin():
                     return Received(b"", self._compressed, 0)
                 continue
-            part = self._piece[self._at : self._at + self.missing]
-            self._at += len(part)
+            part = self._piece[self._position : self._position + self.missing]
+            self._position += len(part)
             self.missing -= len(part)
             if self.sink is None:
                 self._message += part
@@ -185,7 +165,7 @@ class Assembly:
         return None
 
     def _next_piece(self) -> bool:
-        self._piece, self._at, self._copied = memoryview(bytes(self._later)), 0, True
+        self._piece, self._position, self._copied = memoryview(bytes(self._later)), 0, True
         self._later.clear()
         return bool(self._piece)
 
@@ -215,7 +195,7 @@ class Assembly:
             )
         self._compressed = bool(flag)
         self._size = self.missing = size
-        self.extra = max(0, size + PREFIX.size - self._unasked)
+        self.extra = max(0, size + PREFIX.size - self._permitted)
         if size >= LARGE and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)
@@ -238,7 +218,7 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
     memory = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
-            memory.hold(len(piece))
+            memory.reserve(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 await asyncio.sleep(0)
@@ -265,16 +245,16 @@ class Deflater:
 
     def encoding(self, accepts: frozenset[str]) -> str | None:
         """Return the encoding for a client that accepts these encodings, or None."""
-        return next((name for name in _WBITS if name in accepts), None)
+        return next((name for name in WBITS if name in accepts), None)
 
     def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return the framed message, compressed if that is shorter."""
-        stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
+        stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
         return _shorter(data, stream.compress(data) + stream.flush())
 
     async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return the framed message, compressed in several turns of the event loop."""
-        stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
+        stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)
         for at in range(0, len(data), LARGE):

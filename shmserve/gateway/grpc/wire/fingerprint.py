@@ -73,8 +73,8 @@ def split(raw: bytes) -> Split | None:
     contents: list[bytes] = []
     ids: list[bytes] = []
     sequence: list[bytes] = []
-    head: list[bytes] = []  # the kept parts
-    kept = at = head_end = 0
+    head: list[bytes] = []  # the parts of the head that are not cut out
+    kept_from = at = head_end = 0
     end = len(raw)
     while at < end:
         start = at
@@ -96,23 +96,23 @@ def split(raw: bytes) -> Split | None:
             contents.append(raw[at : at + size])
         elif tag in EARLIER and not contents:
             head_end = at + size
-            cut = ids if tag == ID else None
+            cut_parts = ids if tag == ID else None
             if tag == PARAMETER and raw.startswith(OF_SEQUENCE, at + KEY_AT):
-                cut = sequence
-            if cut is not None:
-                cut.append(raw[at:head_end])
-                head.append(raw[kept:start])
-                kept = head_end
+                cut_parts = sequence
+            if cut_parts is not None:
+                cut_parts.append(raw[at:head_end])
+                head.append(raw[kept_from:start])
+                kept_from = head_end
         else:
             return None
         at += size
     if head_end > _LONGEST_HEAD:
         return None
-    itself = identity(ids, sequence) if head else ANONYMOUS
-    if itself is None:
+    cut_identity = identity(ids, sequence) if head else ANONYMOUS
+    if cut_identity is None:
         return None
-    head.append(raw[kept:head_end])
-    return Split((b"".join(head), tuple(map(len, contents))), contents, itself)
+    head.append(raw[kept_from:head_end])
+    return Split((b"".join(head), tuple(map(len, contents))), contents, cut_identity)
 
 
 def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
@@ -157,7 +157,7 @@ def _value(value: bytes) -> int | str | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _CachedTemplate:
     """A cached template with its key and the identity of its first request.
 
     Attributes:
@@ -174,11 +174,11 @@ class _Known:
 
 
 class _Layout(NamedTuple):
-    """The layout of messages of one size, and the templates by the kept parts of the message."""
+    """The layout of messages of one size, with the templates by the kept parts of a message."""
 
     struct: Struct
     has_id: bool
-    known: dict[tuple[bytes, ...], _Known]
+    templates: dict[tuple[bytes, ...], _CachedTemplate]
 
 
 class PreparedRequests:
@@ -186,9 +186,10 @@ class PreparedRequests:
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._cache: BoundedCache[Key, _Known] = BoundedCache(_MOST_KNOWN)
-        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)  # by size
-        self._learnt = 0  # the number of templates in layouts, at most
+        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MOST_KNOWN)
+        # By the size of the message.
+        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)
+        self._layout_count = 0  # an upper bound of the number of templates in all layouts
 
     def find(self, raw: bytes) -> BuiltRequest | None:
         """Return the request in a message with a known layout, or None.
@@ -200,23 +201,23 @@ class PreparedRequests:
         if layout is None:
             return None
         parts = layout.struct.unpack(raw)
-        kept, cut = parts[::2], parts[1::2]
-        known = layout.known.get(kept)
-        if known is None:
+        kept_parts, cut_parts = parts[::2], parts[1::2]
+        cached = layout.templates.get(kept_parts)
+        if cached is None:
             return None
         identity = ANONYMOUS
         if layout.has_id:
             try:
-                identity = RequestIdentity(cut[0].decode(), 0, 0)
+                identity = RequestIdentity(cut_parts[0].decode(), 0, 0)
             except UnicodeDecodeError:
                 return None
-            cut = cut[1:]
+            cut_parts = cut_parts[1:]
         built = None
-        if known.revision == self._models.revision:
-            built = known.template.fill(cut)
+        if cached.revision == self._models.revision:
+            built = cached.template.fill(cut_parts)
         if built is None:
-            del layout.known[kept]  # `repeat` finds the template if it is still valid
-        elif identity != known.identity:
+            del layout.templates[kept_parts]  # `repeat` finds the template if it is still valid
+        elif identity != cached.identity:
             built.identify(identity)
         return built
 
@@ -226,54 +227,56 @@ class PreparedRequests:
         Raises:
             AlreadyExists: An output overlaps an output in flight and may not.
         """
-        known = self._cache.find(parts.key)
-        if known is None:
+        cached = self._cache.find(parts.key)
+        if cached is None:
             return None
-        built = self._fill(known, parts.contents, parts.identity)
+        built = self._fill(cached, parts.contents, parts.identity)
         if built is not None:
-            self._learn(raw, parts, known)
+            self._add_layout(raw, parts, cached)
         return built
 
     def _fill(
-        self, known: _Known, contents: Sequence[bytes], identity: RequestIdentity
+        self, cached: _CachedTemplate, contents: Sequence[bytes], identity: RequestIdentity
     ) -> BuiltRequest | None:
-        model, revision = known.model, self._models.revision
-        if known.revision == revision or self._models.find(model.name, known.version) is model:
-            known.revision = revision
-            built = known.template.fill(contents)
+        model, revision = cached.model, self._models.revision
+        if cached.revision == revision or self._models.find(model.name, cached.version) is model:
+            cached.revision = revision
+            built = cached.template.fill(contents)
             if built is not None:
-                if identity != known.identity:
+                if identity != cached.identity:
                     built.identify(identity)
                 return built
-        self._cache.forget(known.key)
+        self._cache.remove(cached.key)
         return None
 
-    def remember(
+    def store(
         self, parts: Split, request: InferRequest, model: GatewayModel, template: RequestTemplate
     ) -> None:
         """Store the template of a request, if the parsed request confirms what was cut out."""
         if parts.identity.is_of(request):
-            named = (parts.key, parts.identity, model, request.version)
-            known = _Known(*named, self._models.revision, template)
-            self._cache.remember(parts.key, known)
+            cached = _CachedTemplate(
+                *(parts.key, parts.identity, model, request.version),
+                *(self._models.revision, template),
+            )
+            self._cache.store(parts.key, cached)
 
-    def _learn(self, raw: bytes, parts: Split, known: _Known) -> None:
+    def _add_layout(self, raw: bytes, parts: Split, cached: _CachedTemplate) -> None:
         sizes = _layout(raw, parts)
         if sizes is None:
             return
         struct = Struct("<" + "".join([f"{size}s" for size in sizes]))
-        if self._learnt >= _MOST_KNOWN:
+        if self._layout_count >= _MOST_KNOWN:
             self._layouts.clear()
-            self._learnt = 0
+            self._layout_count = 0
         has_id = bool(parts.identity.request_id)
         layout = self._layouts.find(len(raw))
         if layout is None:
             layout = _Layout(struct, has_id, {})
-            self._layouts.remember(len(raw), layout)
+            self._layouts.store(len(raw), layout)
         # The first of two layouts of one size stays, since messages of both can alternate.
         if layout.struct.format == struct.format and layout.has_id == has_id:
-            layout.known[struct.unpack(raw)[::2]] = known
-            self._learnt += 1
+            layout.templates[struct.unpack(raw)[::2]] = cached
+            self._layout_count += 1
 
 
 def _layout(raw: bytes, parts: Split) -> list[int] | None:
@@ -286,14 +289,14 @@ def _layout(raw: bytes, parts: Split) -> list[int] | None:
     if correlation_id or flags:
         return None
     tail = [_field(RAW_INPUT, content) for content in parts.contents]
-    head, named = parts.key[0], request_id.encode()
+    head, encoded_id = parts.key[0], request_id.encode()
     if request_id:
-        field = _field(ID, named)
+        field = _field(ID, encoded_id)
         at = raw.find(field)
         if at < 0:
             return None
         head = head[:at] + field + head[at:]
-        sizes = [at + len(field) - len(named), len(named), len(head) - at - len(field)]
+        sizes = [at + len(field) - len(encoded_id), len(encoded_id), len(head) - at - len(field)]
     else:
         sizes = [len(head)]
     if b"".join((head, *tail)) != raw:

@@ -58,7 +58,7 @@ _CONTENTS = (
 )
 
 # The datatypes whose values have the same bytes in protobuf and in a tensor.
-_PLAIN_ON_THE_WIRE = frozenset(("BOOL", "FP32", "FP64"))
+_SAME_BYTES = frozenset(("BOOL", "FP32", "FP64"))
 
 _Parameters = Mapping[str, InferParameter]
 
@@ -80,22 +80,22 @@ def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None
     check_number(message.inputs, "inputs")
     check_number(message.outputs, "outputs")
     raw = message.raw_input_contents if raw is None else raw
-    taken = 0
+    raw_index = 0
     for tensor in message.inputs:
-        given = _input(tensor)
+        infer_input = _input(tensor)
         if tensor.parameters:
-            given.memory_range = _region(tensor.name, tensor.parameters)
-        if given.memory_range is None:
+            infer_input.memory_range = _region(tensor.name, tensor.parameters)
+        if infer_input.memory_range is None:
             if tensor.HasField("contents"):
                 if raw:
                     raise InvalidArgument(
                         "contents field must not be specified when using raw_input_contents for "
                         f"'{tensor.name}' for model '{message.model_name}'"
                     )
-                given.data = _typed(tensor, message.model_name)
-            elif taken < len(raw):
-                given.data = raw[taken]
-                taken += 1
+                infer_input.data = _typed(tensor, message.model_name)
+            elif raw_index < len(raw):
+                infer_input.data = raw[raw_index]
+                raw_index += 1
             else:
                 raise InvalidArgument(
                     f"unable to find data for input tensor '{tensor.name}' for model "
@@ -106,7 +106,7 @@ def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None
                 "unexpected 'content' provided when using shared memory for input tensor "
                 f"'{tensor.name}' for model '{message.model_name}'"
             )
-        request.inputs.append(given)
+        request.inputs.append(infer_input)
     request.outputs = [_output(output) for output in message.outputs]
     return request
 
@@ -179,7 +179,7 @@ def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
     """Return the bytes of an input with typed contents."""
     datatype = tensor.datatype
     data: bytes | None = None
-    for field, plain, narrow in _CONTENTS:
+    for field, field_datatype, narrower in _CONTENTS:
         values = getattr(tensor.contents, field)
         if not values:
             continue
@@ -188,20 +188,20 @@ def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
                 f"unexpected explicit tensor data for input tensor '{tensor.name}' for model "
                 f"'{model}', binary data was already supplied."
             )
-        if datatype != plain and datatype not in narrow:
+        if datatype != field_datatype and datatype not in narrower:
             raise InvalidArgument(
                 f"unexpected explicit tensor data for input tensor '{tensor.name}' for model "
-                f"'{model}' of type '{plain}', expected datatype '{datatype}'"
+                f"'{model}' of type '{field_datatype}', expected datatype '{datatype}'"
             )
-        if plain == "BYTES":
+        if field_datatype == "BYTES":
             data = b"".join(
                 part for item in values for part in (len(item).to_bytes(4, "little"), item)
             )
-        elif plain in _PLAIN_ON_THE_WIRE:
+        elif field_datatype in _SAME_BYTES:
             data = _packed(tensor.contents)
         else:
-            read = np.fromiter(values, NUMPY[plain], len(values))
-            data = read.astype(NUMPY[datatype], copy=False).tobytes()
+            array = np.fromiter(values, NUMPY[field_datatype], len(values))
+            data = array.astype(NUMPY[datatype], copy=False).tobytes()
     return data or b""
 
 
@@ -211,13 +211,13 @@ def _packed(contents: InferTensorContents) -> bytes:
     A loop over the values takes a hundred times as long, and changes signalling NaNs.
     """
     contents.DiscardUnknownFields()
-    written = contents.SerializeToString()
+    serialized = contents.SerializeToString()
     size = shift = 0
-    for at in range(1, len(written)):  # behind the tag, which is one byte
-        size |= (written[at] & 127) << shift
+    for at in range(1, len(serialized)):  # after the tag, which is one byte
+        size |= (serialized[at] & 127) << shift
         shift += 7
-        if written[at] < 128:
-            return written[at + 1 : at + 1 + size]
+        if serialized[at] < 128:
+            return serialized[at + 1 : at + 1 + size]
     return b""
 
 
@@ -291,46 +291,46 @@ class RequestSink(Generic[A]):
         self._tensors: A | None = None
         self._head = bytearray()  # the head, then the bytes between two tensors
         self._at = 0  # the position of the next field in the head
-        self._before: list[bytes] = []  # the bytes before each tensor that has begun
-        self._plain: list[bytes] | None = None  # the message, if it is collected as a whole
+        self._prefixes: list[bytes] = []  # the bytes before each tensor that has begun
+        self._whole_message: list[bytes] | None = None  # the message, if it is collected as a whole
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the final memory of at most `most` of the next bytes, or None."""
+        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
         return None if self._tensors is None else self._tensors.next_buffer(most)
 
     def feed(self, piece: memoryview) -> None:
         """Receive the next bytes."""
         at, end = 0, len(piece)
         while at < end:
-            if self._plain is not None:
-                self._plain.append(bytes(piece[at:]))
+            if self._whole_message is not None:
+                self._whole_message.append(bytes(piece[at:]))
                 return
             if self._tensors is not None and self._tensors.missing:
                 at += self._tensors.feed(piece[at:])
                 continue
-            taken = min(end - at, _LONGEST_HEAD)
-            self._head += piece[at : at + taken]
-            at += taken - self._look()
+            size = min(end - at, _LONGEST_HEAD)
+            self._head += piece[at : at + size]
+            at += size - self._read_fields()
 
-    def _look(self) -> int:
+    def _read_fields(self) -> int:
         """Read the collected fields; return the number of surplus bytes at the end."""
         head = self._head
         while self._at < len(head):
             tag = head[self._at]
-            size, behind = _length(head, self._at + 1)
-            if behind < 0:
-                if behind == _BROKEN:
+            size, end = _length(head, self._at + 1)
+            if end < 0:
+                if end == _BROKEN:
                     self._collect()
                 return 0
             if tag == RAW_INPUT:
-                surplus = len(head) - behind
-                del head[behind:]
+                surplus = len(head) - end
+                del head[end:]
                 self._begin(size)
                 return surplus
-            if tag not in EARLIER or self._before or behind + size > _LONGEST_HEAD:
+            if tag not in EARLIER or self._prefixes or end + size > _LONGEST_HEAD:
                 self._collect()
                 return 0
-            self._at = behind + size
+            self._at = end + size
         return 0
 
     def _begin(self, size: int) -> None:
@@ -340,7 +340,7 @@ class RequestSink(Generic[A]):
         if self._tensors is None or not self._tensors.begin(size):
             self._collect()
             return
-        self._before.append(bytes(self._head))
+        self._prefixes.append(bytes(self._head))
         self._head.clear()
         self._at = 0
 
@@ -348,21 +348,21 @@ class RequestSink(Generic[A]):
         """Collect the message as a whole, from the bytes that were received already."""
         pieces: list[bytes] = []
         if self._tensors is not None:
-            for before, tensor in zip(self._before, self._tensors.received(), strict=True):
+            for before, tensor in zip(self._prefixes, self._tensors.received(), strict=True):
                 pieces += (before, tensor)
             self.drop()
         pieces.append(bytes(self._head))
-        self._plain = pieces
+        self._whole_message = pieces
 
     def whole(self) -> bytes | A:
         """Return the message once it is complete: the tensors, or its bytes."""
         tensors = self._tensors
-        if self._plain is None:
+        if self._whole_message is None:
             if tensors is not None and tensors.complete and not self._head:
                 return tensors
             self._collect()
-        assert self._plain is not None
-        return b"".join(self._plain)
+        assert self._whole_message is not None
+        return b"".join(self._whole_message)
 
     def drop(self) -> None:
         """Release the memory of the tensors. The method is idempotent."""

@@ -25,7 +25,7 @@ LARGEST_MESSAGE = 2**31 - 1  # the limit of protobuf and gRPC
 
 _ID = b"\x1a"  # field 3, length-delimited
 _RAW_OUTPUT = b"\x32"  # field 6
-_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # of an output in a region
+_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # the contents of an output in a region
 _INFER_RESPONSE = b"\x12"  # field 2 of ModelStreamInferResponse
 _MOST_HEADS = 256
 
@@ -64,7 +64,7 @@ class GrpcResponseTemplate:
             try:
                 if list(map(len, data)) == self._sizes:
                     tail = self._form % tuple(data)
-            except TypeError:  # a range, or no data
+            except TypeError:  # The data is a range, or missing.
                 return None
         elif len(data) == self._count:
             tail = self._empty or self._contents(data)
@@ -124,12 +124,19 @@ class ResponseEncoder:
         return b"".join(pieces)
 
     def template(
-        self, model: GatewayModel, schema: bytes, inferred: Inferred, placed: Container[str]
+        self, model: GatewayModel, schema: bytes, inferred: Inferred, in_regions: Container[str]
     ) -> GrpcResponseTemplate:
-        """Return the template of responses with this schema; `placed` outputs are in regions."""
+        """Return the template of responses with this schema.
+
+        Args:
+            model: The model.
+            schema: The schema.
+            inferred: A response with this schema.
+            in_regions: The names of the outputs that are in regions of the client.
+        """
         sizes = [
             None
-            if tensor.name in placed
+            if tensor.name in in_regions
             else tensor_schema(tensor.name, tensor.datatype, tensor.shape).byte_size
             for tensor in inferred.outputs
         ]
@@ -146,7 +153,7 @@ class ResponseEncoder:
                 set_parameter(response.parameters[name], value)
             head = response.SerializeToString()
             if schema:
-                self._heads.remember(key, head)
+                self._heads.store(key, head)
         return head
 
 
@@ -193,12 +200,14 @@ def streamed(response: bytes, *, final: bool = True) -> bytes:
     return b"".join((_INFER_RESPONSE, varint(len(response) + len(end)), response, end))
 
 
-def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:
+def streamed_end(model_name: str, requested_version: str, request_id: str) -> bytes:
     """Return the message without outputs that ends the responses to a request.
 
-    `asked_version` is the version of the model in the request.
+    `requested_version` is the version of the model in the request.
     """
-    response = ModelInferResponse(model_name=model_name, model_version=asked_version, id=request_id)
+    response = ModelInferResponse(
+        model_name=model_name, model_version=requested_version, id=request_id
+    )
     return streamed(response.SerializeToString())
 
 

@@ -66,7 +66,7 @@ class Fingerprint:
             parts = _NUMBERS.split(header)
             self.arrays = parts[1::2]
             header = b"\0".join(parts[::2])
-        # No complete header has the key of a cut one.
+        # A header that was not cut must not have the key of a cut header.
         self.key: Key = (header, tail_size if self.identity is None else ~tail_size)
 
 
@@ -82,29 +82,29 @@ def cut_identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
     request_id = ""
     correlation_id: int | str = 0
     flags = at = 0
-    kept: list[bytes] = []
-    if header[:5] == _BEGINS_WITH_ID and (named := _ID.match(header)) is not None:
-        request_id = named[1].decode()
-        kept.append(_NO_ID)
-        at = named.end()
+    kept_parts: list[bytes] = []
+    if header[:5] == _BEGINS_WITH_ID and (id_match := _ID.match(header)) is not None:
+        request_id = id_match[1].decode()
+        kept_parts.append(_NO_ID)
+        at = id_match.end()
     if b'"sequence_id"' in header:
         found = _SEQUENCE.search(header, at)
         if found is None or header.count(b'"sequence_') != 3:
             return header, None
-        given, start, end = found.groups()
-        correlation_id = given[1:-1].decode() if given[:1] == b'"' else int(given)
+        sequence_id, start, end = found.groups()
+        correlation_id = sequence_id[1:-1].decode() if sequence_id[:1] == b'"' else int(sequence_id)
         if isinstance(correlation_id, int) and correlation_id > LARGEST_UNSIGNED:
             return header, None
         flags = SEQUENCE_START * (start == b"true") | SEQUENCE_END * (end == b"true")
-        kept += (header[at : found.start()], _NO_SEQUENCE)
+        kept_parts += (header[at : found.start()], _NO_SEQUENCE)
         at = found.end()
-    if not kept:
+    if not kept_parts:
         return header, None
-    kept.append(header[at:])
-    return b"".join(kept), RequestIdentity(request_id, correlation_id, flags)
+    kept_parts.append(header[at:])
+    return b"".join(kept_parts), RequestIdentity(request_id, correlation_id, flags)
 
 
-class Known(NamedTuple):
+class CachedTemplate(NamedTuple):
     """A cached template.
 
     Attributes:
@@ -118,7 +118,7 @@ class Known(NamedTuple):
     arrays: bytes
 
 
-Cache = BoundedCache[Key, Known]
+Cache = BoundedCache[Key, CachedTemplate]
 
 
 def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> BuiltRequest | None:
@@ -132,10 +132,10 @@ def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> Buil
         AlreadyExists: An output overlaps an output in flight and may not.
         Unavailable: The arena is full.
     """
-    known = cache.find(fingerprint.key)
-    if known is None:
+    cached = cache.find(fingerprint.key)
+    if cached is None:
         return None
-    template, packers, arrays = known
+    template, packers, arrays = cached
     if packers:
         try:
             values = orjson.loads(arrays % tuple(fingerprint.arrays))
@@ -152,10 +152,10 @@ def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> Buil
 
 def worth_preparing(cache: Cache, fingerprint: Fingerprint) -> bool:
     """Return whether a fingerprint has occurred before, and is short enough for the cache."""
-    return len(fingerprint.key[0]) <= _LONGEST_KEY and cache.notice(fingerprint.key)
+    return len(fingerprint.key[0]) <= _LONGEST_KEY and cache.is_repeated(fingerprint.key)
 
 
-def remember(
+def store_template(
     cache: Cache, fingerprint: Fingerprint, request: InferRequest, template: RequestTemplate
 ) -> None:
     """Store the template of a request, if the parsed request confirms what was cut out."""
@@ -165,19 +165,19 @@ def remember(
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
     packers = [packer(tensor.datatype, tensor.count) for tensor in inputs]
     form = b"[%b]" % b",".join([b"[%b]"] * arrays)
-    known = Known(template, [pack for pack in packers if pack is not None], form)
+    cached = CachedTemplate(template, [pack for pack in packers if pack is not None], form)
     confirmed = not arrays or _are_tensors(fingerprint.key[0], arrays)
-    if len(known.packers) == len(inputs) == arrays and confirmed:
+    if len(cached.packers) == len(inputs) == arrays and confirmed:
         for tensor in inputs:
             tensor.data = None  # later requests have other values
-        cache.remember(fingerprint.key, known)
+        cache.store(fingerprint.key, cached)
 
 
-def _are_tensors(kept: bytes, arrays: int) -> bool:
-    """Return whether exactly the data of the inputs was cut out of `kept`, in their order."""
+def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
+    """Return whether exactly the data of the inputs was cut out of `kept_parts`, in their order."""
     token = secrets.token_hex(16)  # so that no string of the client can represent a cut
     marks = [f"{token}{number}" for number in range(arrays)]
-    whole = kept
+    whole = kept_parts
     for mark in marks:
         whole = whole.replace(b"\0", b'"data":["%b"]' % mark.encode(), 1)
     try:

@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
 
-_MOST_DIMS = 1024  # of one input
+_MOST_DIMS = 1024  # dimensions of one input
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -78,8 +78,7 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         InvalidArgument: The request is invalid.
         Unsupported: The id of the sequence is too long.
     """
-    ident = request_id(header)
-    request = InferRequest(ident, [], [])
+    request = InferRequest(request_id(header), [], [])
     if type(header) is dict and "parameters" in header:
         _take_parameters(request, header["parameters"])
     at = 0
@@ -113,11 +112,11 @@ _warned_of: set[str] = set()
 
 def _warn_of_misspelt(holder: dict[str, Any]) -> None:
     """Log ignored members with names that resemble known ones, once for each known name."""
-    for name, near in misspelt(holder):
-        if near not in _warned_of:
-            _warned_of.add(near)
+    for name, likely in misspelt(holder):
+        if likely not in _warned_of:
+            _warned_of.add(likely)
             logger.warning(
-                "a request's '%s' means nothing, did its client mean '%s'?", clip(name), near
+                "a request's '%s' means nothing, did its client mean '%s'?", clip(name), likely
             )
 
 
@@ -147,13 +146,14 @@ def tensor_bytes(tensor: InferInput) -> bytes:
 def _input(raw: Any, json_limit: int) -> InferInput:
     if type(raw) is not dict:
         raise InvalidArgument(_SOURCES + "But no field is set")
-    given = raw.get("parameters")
-    parameters = given if type(given) is dict else _NOTHING
+    parameters = raw.get("parameters")
+    if type(parameters) is not dict:
+        parameters = _NOTHING
     binary = "binary_data_size" in parameters
     region = "shared_memory_region" in parameters
     inline = "data" in raw
     if binary + region + inline != 1:
-        raise _not_one_source(inline, binary, region)
+        raise _source_error(inline, binary, region)
     name = member_string(raw, "name")
     datatype = member_string(raw, "datatype")
     item = ITEM_SIZE.get(datatype)
@@ -186,10 +186,11 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     return tensor
 
 
-def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument:
+def _source_error(inline: bool, binary: bool, region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
-    given = " ".join(n for n, there in zip(names, (inline, binary, region), strict=True) if there)
-    return InvalidArgument(_SOURCES + (f"But set {given}" if given else "But no field is set"))
+    sources = zip(names, (inline, binary, region), strict=True)
+    text = " ".join(name for name, is_set in sources if is_set)
+    return InvalidArgument(_SOURCES + (f"But set {text}" if text else "But no field is set"))
 
 
 def _range(parameters: dict[str, Any]) -> RegionRange:
@@ -211,23 +212,25 @@ def _output(raw: Any) -> InferOutput:
             "Unable to parse 'name': attempt to access non-existing object member 'name'"
         )
     name = member_string(raw, "name")
-    given = raw.get("parameters")
-    if type(given) is not dict:
+    parameters = raw.get("parameters")
+    if type(parameters) is not dict:
         return InferOutput(name, False)
-    binary = "binary_data" in given and boolean(given["binary_data"], "binary_data")
+    binary = "binary_data" in parameters and boolean(parameters["binary_data"], "binary_data")
     classes = 0
-    if "classification" in given:
-        classes = _classes(given["classification"])
+    if "classification" in parameters:
+        classes = _classes(parameters["classification"])
     region_range = None
-    if "shared_memory_region" in given:
-        region_range = _range(given)
-        for other, set_too in (("classification", classes), ("binary_data", binary)):
+    if "shared_memory_region" in parameters:
+        region_range = _range(parameters)
+        for conflicting, set_too in (("classification", classes), ("binary_data", binary)):
             if set_too:
-                raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'")
+                raise InvalidArgument(
+                    f"Output can't set both 'shared_memory_region' and '{conflicting}'"
+                )
     else:
         for word in ("shared_memory_offset", "shared_memory_byte_size"):
-            if word in given:
-                unsigned(given[word], word)
+            if word in parameters:
+                unsigned(parameters[word], word)
     return InferOutput(name, binary, region_range, classes)
 
 

@@ -82,7 +82,7 @@ def loads(raw: bytes) -> Any:
     objects = _OBJECTS_IN_REQUEST if plain else raw.count(b"{")
     if objects + raw.count(b"[") > MOST_DEEP and _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    if not plain and (fault := _doubled(raw, value)) is not None:
+    if not plain and (fault := _duplicate_key(raw, value)) is not None:
         raise DuplicateKey(fault)
     return value
 
@@ -99,8 +99,8 @@ def loads_members(raw: bytes) -> Any:
     depth = np.cumsum(steps, dtype=np.int32)
     begins = (steps > 0) & (depth == 2)
     ends = (steps < 0) & (depth == 1)
-    kept = np.where(begins, np.uint8(ord("0")), np.frombuffer(raw, np.uint8))
-    return loads(kept[begins | ((depth < 2) & ~ends)].tobytes())
+    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(raw, np.uint8))
+    return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
 
 
 def _loads_large(raw: bytes) -> Any:
@@ -120,16 +120,16 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    # No variable may hold the exception: its frames, with the text, would form a cycle.
+    # No variable may hold the exception: its traceback would refer to the text in a cycle.
     reason = f"{_UNREADABLE}{strict.msg.partition(': line')[0]}. at {strict.pos}"
     # Larger texts have their numbers in arrays, which are parsed in slices. The json module would
     # block the event loop for ten times as long as orjson.
     if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
         raise JsonFault(reason)
-    spelled = _STRING_OR_INF.sub(_spelled_out, raw)
+    with_infinity = _STRING_OR_INF.sub(_spelled_out, raw)
     try:
         value = json.loads(
-            spelled, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
+            with_infinity, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
         )
         orjson.dumps(value)  # half a surrogate pair is not text
     except DoubledName as found:
@@ -169,22 +169,24 @@ def _too_deep(raw: bytes) -> bool:
 
 # The members of a request, of its inputs and of its outputs.
 _MEMBERS = ("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data")
-_MOST_LOOKED_AT = 16  # unknown members of an object
+_MOST_LOOKED_AT = 16  # the number of unknown members of an object that are compared
 
 
 def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
     """Yield the unknown members of an object of a request, and the likely meant member of each."""
-    strange = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
-    for name in strange[:_MOST_LOOKED_AT]:
-        near = nearest(name, _MEMBERS)
-        if near and near not in holder:
-            yield name, near
+    unknown = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
+    for name in unknown[:_MOST_LOOKED_AT]:
+        likely = nearest(name, _MEMBERS)
+        if likely and likely not in holder:
+            yield name, likely
 
 
 def missing(field: str, holder: Any) -> JsonFault:
     """Return the error for a missing member, with the misspelt member of `holder`, if any."""
     hint = "".join(
-        f"; did you mean it by '{clip(name)}'?" for name, near in misspelt(holder) if near == field
+        f"; did you mean it by '{clip(name)}'?"
+        for name, likely in misspelt(holder)
+        if likely == field
     )
     return JsonFault(
         f"Unable to parse '{field}': attempt to access non-existing object member '{field}'{hint}"
@@ -193,9 +195,9 @@ def missing(field: str, holder: Any) -> JsonFault:
 
 def mistyped(field: str, kind: str, tensor: str = "") -> JsonFault:
     """Return the error for a member that is not of a `kind`, such as "unsigned-integer"."""
-    whose = f" (input '{tensor}')" if tensor else ""
+    suffix = f" (input '{tensor}')" if tensor else ""
     return JsonFault(
-        f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}{whose}"
+        f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}{suffix}"
     )
 
 
@@ -250,19 +252,19 @@ def _members_of_request(value: Any) -> int:
     if type(value) is not dict:
         return 0
     count = len(value)
-    for held in value.values():
-        if type(held) is list:
-            for tensor in held:
+    for member in value.values():
+        if type(member) is list:
+            for tensor in member:
                 if type(tensor) is dict:
                     count += len(tensor)
                     if "parameters" in tensor and type(tensor["parameters"]) is dict:
                         count += len(tensor["parameters"])
-        elif type(held) is dict:
-            count += len(held)
+        elif type(member) is dict:
+            count += len(member)
     return count
 
 
-def _doubled(raw: bytes, value: Any) -> DoubledName | None:
+def _duplicate_key(raw: bytes, value: Any) -> DoubledName | None:
     """Return the error if the text of `value` has duplicate keys."""
     if len(_outside_strings(raw, b":")) == _members(value):
         return None
@@ -294,10 +296,11 @@ def _outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
     """
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    kept = np.frombuffer(raw.translate(None, bytes(_ALL.difference(marks, b'"'))), np.uint8)
-    quotes = kept == ord('"')
-    found: NDArray[np.uint8] = kept[~(quotes | np.logical_xor.accumulate(quotes))]
-    return found
+    irrelevant = bytes(_ALL.difference(marks, b'"'))
+    characters = np.frombuffer(raw.translate(None, irrelevant), np.uint8)
+    quotes = characters == ord('"')
+    outside: NDArray[np.uint8] = characters[~(quotes | np.logical_xor.accumulate(quotes))]
+    return outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,11 +358,11 @@ def loads_large(body: bytes) -> Any:
         end = stop
     pieces.append(body[end:])
     header = loads(b"".join(pieces))
-    _put_back(header, cuts)
+    _insert_numbers(header, cuts)
     return header
 
 
-def _put_back(header: Any, cuts: dict[str, Numbers]) -> None:
+def _insert_numbers(header: Any, cuts: dict[str, Numbers]) -> None:
     inputs = header.get("inputs") if type(header) is dict else None
     for tensor in inputs if type(inputs) is list else ():
         data = tensor.get("data") if type(tensor) is dict else None

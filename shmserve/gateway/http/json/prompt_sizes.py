@@ -23,8 +23,8 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-_MOST_OTHERS = 2 * LARGE  # bytes of all other fields, which the gateway parses in 20 ms
-_BYTES_A_TOKEN = 128  # at most, on average
+_MOST_OTHER_BYTES = 2 * LARGE  # bytes of all other fields, which the gateway parses in 20 ms
+_BYTES_A_TOKEN = 128  # the maximum average
 _CODE = f"from {__name__} import main; main()"
 _PIECE = 1 << 16
 _FAULT = 65  # the exit status for a body that is not JSON
@@ -67,27 +67,27 @@ async def find_long_prompt(
 
 
 def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
-    """Return the error of a prompt or of other fields in a parsed body, or ""."""
-    most = longest.get(body.get("model") or model) if isinstance(body, dict) else None
-    if most is None:
+    """Return the error about a prompt or other fields that are too large, or ""."""
+    token_limit = longest.get(body.get("model") or model) if isinstance(body, dict) else None
+    if token_limit is None:
         return ""
     nested = body.get("parameters")
-    given = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
-    others = {name: len(orjson.dumps(given[name])) for name in given if name not in _PROMPTS}
-    if sum(others.values()) > _MOST_OTHERS:
-        name = max(others, key=lambda name: others[name])
-        return f"{clip(name)}: {others[name]} bytes are above {_MOST_OTHERS}"
-    if given.get("truncate_prompt_tokens") is not None:
+    fields = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
+    other_sizes = {name: len(orjson.dumps(fields[name])) for name in fields if name not in _PROMPTS}
+    if sum(other_sizes.values()) > _MOST_OTHER_BYTES:
+        name = max(other_sizes, key=lambda name: other_sizes[name])
+        return f"{clip(name)}: {other_sizes[name]} bytes are above {_MOST_OTHER_BYTES}"
+    if fields.get("truncate_prompt_tokens") is not None:
         return ""
     for name in _PROMPTS:
-        value = given.get(name)
+        value = fields.get(name)
         is_conversation = name in _CHATS
         prompts = value if isinstance(value, list) and not is_conversation else [value]
         if prompts and type(prompts[0]) is int:
             prompts = [prompts]
         for prompt in prompts:
             text = isinstance(prompt, str) or (is_conversation and prompt is not None)
-            limit = max(most * _BYTES_A_TOKEN, LARGE) if text else most
+            limit = max(token_limit * _BYTES_A_TOKEN, LARGE) if text else token_limit
             size = len(orjson.dumps(prompt)) if text else len(prompt or ())
             if size > limit:
                 unit = "bytes" if text else "tokens"

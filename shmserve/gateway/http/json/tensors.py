@@ -110,15 +110,15 @@ def decode_parts(
 ) -> Iterator[bytes]:
     """Yield the bytes of each part of the values, with the checks of `decode`."""
     _refuse_halves(datatype, name)
-    got = 0
+    actual = 0
     for part in parts:
         values, kinds = _flat(part)
         data = _packed(values, kinds, datatype, name)
-        got += len(values)
-        _check_count(got, count, datatype, name)
+        actual += len(values)
+        _check_count(actual, count, datatype, name)
         yield data
-    if got < count:
-        raise _too_few(got, count, name)
+    if actual < count:
+        raise _too_few(actual, count, name)
 
 
 def _refuse_halves(datatype: str, name: str) -> None:
@@ -129,8 +129,8 @@ def _refuse_halves(datatype: str, name: str) -> None:
         )
 
 
-def _check_count(got: int, count: int, datatype: str, name: str) -> None:
-    if got > count:
+def _check_count(actual: int, count: int, datatype: str, name: str) -> None:
+    if actual > count:
         first = "s" if datatype == "BYTES" else "S"
         raise JsonFault(
             f"Unable to parse 'data': {first}hape does not match true shape of 'data' field (input "
@@ -138,10 +138,10 @@ def _check_count(got: int, count: int, datatype: str, name: str) -> None:
         )
 
 
-def _too_few(got: int, count: int, name: str) -> JsonFault:
+def _too_few(actual: int, count: int, name: str) -> JsonFault:
     return JsonFault(
         "Failed to parse 'data' field: shape does not match true shape (input "
-        f"'{name}': its shape has {count} elements, {got} are given)"
+        f"'{name}': its shape has {count} elements, {actual} are given)"
     )
 
 
@@ -190,12 +190,12 @@ def _packed_strings(values: list[str], name: str) -> bytes:
 
 
 def _misfit(
-    values: list[Any], fits: Callable[[Any], bool], kind: str, wanted: str, name: str
+    values: list[Any], fits: Callable[[Any], bool], kind: str, expected: str, name: str
 ) -> JsonFault:
     """Return the error that names the first value that is not a `kind`."""
     found = _shown(next(value for value in values if not fits(value)))
     return JsonFault(
-        f"Unable to parse 'data': attempt to access JSON non-{kind} as {wanted} "
+        f"Unable to parse 'data': attempt to access JSON non-{kind} as {expected} "
         f"(input '{name}' has {found})"
     )
 
@@ -234,20 +234,21 @@ def encode_parts(
     if datatype in _NO_JSON or len(data) <= size:
         yield encode(data, datatype, shape, name)
         return
-    opening = b"["
+    separator = b"["
     for at in range(0, len(data), size):
-        yield opening + _text(data[at : at + size], datatype)[1:-1]
-        opening = b","
+        yield separator + _text(data[at : at + size], datatype)[1:-1]
+        separator = b","
     yield b"]"
 
 
 def _text(data: bytes | memoryview, datatype: str) -> bytes:
     values: list[Any] = memoryview(data).cast(_FORMAT[datatype]).tolist()  # type: ignore[call-overload]
     text = orjson.dumps(values)
-    if datatype not in _FLOATS or b"null" not in text:  # not finite
+    # orjson writes numbers that are not finite as null.
+    if datatype not in _FLOATS or b"null" not in text:
         return text
-    words = [_word(value) for value in values if value - value != 0.0]
-    parts = chain.from_iterable(zip(text.split(b"null"), [*words, b""], strict=True))
+    non_finite = [_word(value) for value in values if value - value != 0.0]
+    parts = chain.from_iterable(zip(text.split(b"null"), [*non_finite, b""], strict=True))
     return b"".join(parts)
 
 
@@ -256,13 +257,13 @@ def _word(value: float) -> bytes:
 
 
 def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> Iterator[bytes]:
-    opening, got = b"[", 0
+    separator, actual = b"[", 0
     for values in _strings(memoryview(data), name):
-        yield opening + orjson.dumps(values)[1:-1]
-        opening, got = b",", got + len(values)
-    if got != element_count(shape):
+        yield separator + orjson.dumps(values)[1:-1]
+        separator, actual = b",", actual + len(values)
+    if actual != element_count(shape):
         raise Internal("internal error")
-    yield b"]" if got else b"[]"
+    yield b"]" if actual else b"[]"
 
 
 def _strings(data: memoryview, name: str) -> Iterator[list[str]]:

@@ -15,13 +15,13 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
 from shmserve.gateway.compression import BodyTooLarge
-from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
-from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, supported_fields
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
@@ -39,7 +39,7 @@ def generates(model: GatewayModel) -> bool:
     return PARAMETERS in signature.inputs and TEXT in signature.outputs
 
 
-async def own_name(gateway: Gateway, name: str) -> str:
+async def resolve_alias(gateway: Gateway, name: str) -> str:
     """Return the own name of the model that has a name; unknown names are returned as they are.
 
     Raises:
@@ -49,16 +49,16 @@ async def own_name(gateway: Gateway, name: str) -> str:
     if name in models:
         return name
     served = {each: model for model, each in reversed(gateway.settings.served_names)}
-    own = served.get(name) or models.own_name(name)
+    own = served.get(name) or models.resolve_alias(name)
     if own != name:
         return own
-    asleep = await names_asleep(gateway)
+    unloaded = await unloaded_aliases(gateway)
     if name in served:
-        return _only(gateway, name, asleep)
-    return next((model for model, aliases in asleep.items() if name in aliases), name)
+        return _only_model(gateway, name, unloaded)
+    return next((model for model, aliases in unloaded.items() if name in aliases), name)
 
 
-async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
+async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     """Return the aliases of models on demand that generate text and are not loaded."""
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
@@ -67,8 +67,8 @@ async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
     return {name: found[name] for name in sorted(found) if not models.versions(name)}
 
 
-def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
-    only = only_one(gateway, asleep)
+def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
+    only = only_generative_model(gateway, unloaded)
     if not only:
         raise NotFound(
             f"'{name}' is a name of the only model that generates text, and there are none or "
@@ -77,26 +77,32 @@ def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
     return only
 
 
-def only_one(gateway: Gateway, asleep: Collection[str] = ()) -> str:
+def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> str:
     """Return the only model that generates text, or "" if there are none or several.
 
     Args:
         gateway: The gateway.
-        asleep: The models on demand that generate text and are not loaded.
+        unloaded: The models on demand that generate text and are not loaded.
     """
-    found = {model.name for model in gateway.models.all() if generates(model)}.union(asleep)
+    found = {model.name for model in gateway.models.all() if generates(model)}.union(unloaded)
     return found.pop() if len(found) == 1 else ""
 
 
-def names_of(gateway: Gateway, model: str, asleep: Collection[str] = ()) -> list[str]:
-    """Return the names of a model, without its aliases; `asleep` as for `only_one`."""
+def names_of(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
+    """Return the names of a model without its aliases, the name for responses first.
+
+    Args:
+        gateway: The gateway.
+        model: The name of the model's folder.
+        unloaded: The models on demand that generate text and are not loaded.
+    """
     served = gateway.settings.served_names
-    is_only = bool(served) and only_one(gateway, asleep) == model
+    is_only = bool(served) and only_generative_model(gateway, unloaded) == model
     names = (each for named, each in served if named == model or (is_only and not named))
     return list(dict.fromkeys([*names, model]))
 
 
-def shown_name(gateway: Gateway, model: str) -> str:
+def response_name(gateway: Gateway, model: str) -> str:
     """Return the name of a model in responses."""
     return names_of(gateway, model)[0] if gateway.settings.served_names else model
 
@@ -149,7 +155,10 @@ class TextRequest(NamedTuple):
 
 
 def _details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
-    """Return the outputs that few requests want; with `continuous`, tokens are counted."""
+    """Return the outputs that only some requests need: token ids and log probabilities.
+
+    With `continuous`, tokens are counted by their ids.
+    """
     found: tuple[str, ...] = ()
     if continuous or ("return_token_ids" in parameters and returns_tokens(parameters)):
         found = ("token_ids", "prompt_token_ids")
@@ -163,8 +172,8 @@ def returns_tokens(parameters: dict[str, Any]) -> bool:
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
-    given = parameters.get("logprobs")
-    return given is not None and given is not False
+    count = parameters.get("logprobs")  # 0 asks for them, too
+    return count is not None and count is not False
 
 
 def tensor(
@@ -172,9 +181,8 @@ def tensor(
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
     count = len(values)
-    made = InferInput(name, datatype, tuple(shape) or (count,), count)
-    made.data = decode(list(values), datatype, count, name)
-    return made
+    data = decode(list(values), datatype, count, name)
+    return InferInput(name, datatype, tuple(shape) or (count,), count, data)
 
 
 async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
@@ -194,6 +202,14 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     if type(body) is not dict:
         raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
     return body
+
+
+async def read_fields(
+    gateway: Gateway, request: HttpRequest, supported: frozenset[str]
+) -> dict[str, Any]:
+    """Return the supported fields of a request's body, as `read` and `supported_fields` do."""
+    body = await read(gateway, request)
+    return supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
 
 async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") -> None:
@@ -223,7 +239,7 @@ async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "")
     name = checked(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: it is missing; the name of a model is needed")
-    return await loaded(gateway, await own_name(gateway, name), "")
+    return await resolve_model(gateway, await resolve_alias(gateway, name), "")
 
 
 def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:
@@ -236,35 +252,36 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
         return default
     value = body[name]
     if type(value) is not kind:
-        wanted = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
-        allowed = wanted.get(kind, "a whole number")
+        nouns = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+        allowed = nouns.get(kind, "a whole number")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
     return value
 
 
 async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
-    model = await generating(gateway, given)
-    prompts = _prompts(model, given.get("prompt"))
-    return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
+    fields = supported_fields(body, COMPLETION, gateway.settings.refuse_unknown_fields)
+    model = await generating(gateway, fields)
+    prompts = _prompts(model, fields.get("prompt"))
+    return _text_request(model, prompts, {**fields, "echo": checked(fields, "echo", bool, False)})
 
 
 async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
-    given = carried(body, CHAT, gateway.settings.refuse_unknown_fields)
-    model = await generating(gateway, given)
-    variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
-    prompt = conversation(given, variables)
-    limits = [name for name in _LIMITS if name in given] or ["max_tokens"]
-    if "top_logprobs" in given and given["top_logprobs"] and not wants_logprobs(given):
+    fields = supported_fields(body, CHAT, gateway.settings.refuse_unknown_fields)
+    model = await generating(gateway, fields)
+    variables = {name: fields.pop(name) for name in CONVERSATION & fields.keys()}
+    prompt = conversation(fields, variables)
+    limits = [name for name in _LIMITS if name in fields] or ["max_tokens"]
+    if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **given}
+    parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **fields}
     for name in limits[1:]:
         del parameters[name]
-    made = _text_request(model, [prompt], parameters)
-    parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
-    return made._replace(details=(*made.details, MESSAGE)) if parsed else made
+    text_request = _text_request(model, [prompt], parameters)
+    if MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables):
+        return text_request._replace(details=(*text_request.details, MESSAGE))
+    return text_request
 
 
 def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
@@ -301,43 +318,42 @@ def _text_request(
     stream = checked(parameters, "stream", bool, False)
     options = checked(parameters, "stream_options", dict, {})
     samples = checked(parameters, "n", int, 1)
-    given = {
+    fields = {
         name: value
         for name, value in parameters.items()
         if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = bool(options) and checked(options, "include_usage", bool, False)
     continuous = stream and usage and checked(options, "continuous_usage_stats", bool, False)
-    details = _details(given, continuous)
-    return TextRequest(model, prompts, given, samples, stream, usage, details, continuous)
+    details = _details(fields, continuous)
+    return TextRequest(model, prompts, fields, samples, stream, usage, details, continuous)
 
 
-def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
+def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    tokens = type(given) is list and given and all(type(each) is int for each in given)
-    found = [given] if tokens or type(given) is not list else given
-    if len(found) > _MOST_PROMPTS:
-        raise InvalidArgument(f"prompt: {len(found)} prompts are more than {_MOST_PROMPTS}")
-    made = [_prompt(each) for each in found]
-    if not made:
+    values = [value] if _are_tokens(value) or type(value) is not list else value
+    if len(values) > _MOST_PROMPTS:
+        raise InvalidArgument(f"prompt: {len(values)} prompts are more than {_MOST_PROMPTS}")
+    if not values:
         raise InvalidArgument("prompt: the list is empty; a prompt is needed")
-    if len(made) > 1:
-        _check_capacity(model, len(made))
-    return made
+    prompts = list(map(_prompt, values))
+    if len(prompts) > 1:
+        _check_capacity(model, len(prompts))
+    return prompts
 
 
-def _engine_settings(model: GatewayModel) -> EngineSettings | None:
-    engine = orjson.loads(model.config).get("parameters", {}).get(PARAMETER)
-    return None if engine is None else EngineSettings.read(engine["string_value"])
+def _are_tokens(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(type(token) is int for token in value)
 
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model never takes so many prompts at a time."""
-    settings = _engine_settings(model)
-    if settings is None:
+    config = orjson.loads(model.config)
+    engine = config.get("parameters", {}).get(PARAMETER)
+    if engine is None:
         return
-    groups = orjson.loads(model.config)["instance_group"]
-    instances = sum(group["count"] for group in groups)
+    settings = EngineSettings.read(engine["string_value"])
+    instances = sum(group["count"] for group in config["instance_group"])
     most = settings.max_batch_size * instances + settings.max_waiting_requests
     if count > most:
         raise InvalidArgument(
@@ -347,13 +363,13 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def _prompt(given: Any) -> InferInput:
-    if type(given) is str:
-        return tensor("text_input", "BYTES", [given])
-    if type(given) is list and given and all(type(each) is int for each in given):
-        return tensor("input_ids", "INT32", given)
+def _prompt(value: Any) -> InferInput:
+    if type(value) is str:
+        return tensor("text_input", "BYTES", [value])
+    if _are_tokens(value):
+        return tensor("input_ids", "INT32", value)
     raise InvalidArgument(
-        f"prompt: {clip(repr(given))} is neither a text, tokens, nor a list of one of them"
+        f"prompt: {clip(repr(value))} is neither a text, tokens, nor a list of one of them"
     )
 
 
@@ -396,10 +412,11 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
 
 
 def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> bytes:
-    """Return the body of an error's response.
+    """Return the body of an error response: {"error": {"message", "type", "param", "code"}}.
 
-    Its form is {"error": {"message", "type", "param", "code"}}. `names` has the client's names of
-    fields.
+    Args:
+        error: The error.
+        names: The client's names of the fields that errors name otherwise.
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"

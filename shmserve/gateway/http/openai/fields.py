@@ -41,7 +41,8 @@ _GENERATION = _EVERY | _names(
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "add_special_tokens truncate_prompt_tokens priority response_format structured_outputs "
     "lora_name guided_json guided_regex guided_choice guided_grammar "
-    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"  # other names of these
+    # The last line has alternative names.
+    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION = _names(
@@ -62,14 +63,14 @@ _FALSE = Allowed((False,), "only false is supported")
 _EMPTY = Allowed(({}, []), "it is not supported")
 _REFUSED: Mapping[str, Allowed] = {
     "store": Allowed((False,), "only false is supported, because responses are not stored"),
-    "suffix": Allowed(("",), "texts before a suffix are not supported"),
+    "suffix": Allowed(("",), "insertion before a suffix is not supported"),
     "modalities": Allowed((["text"],), 'only ["text"] is supported'),
     "verbosity": Allowed(("medium",), "only 'medium' is supported"),
     "functions": Allowed(([],), "it is replaced by tools"),
     "function_call": Allowed(("none",), "it is replaced by tool_choice"),
     "detokenize": Allowed((True,), "only true is supported"),
     "return_tokens_as_token_ids": _FALSE,
-    "echo": _FALSE,  # of a chat
+    "echo": _FALSE,  # A chat has no echo.
     "chat_template": Allowed((), "only the model's own template is supported"),
     **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
     **dict.fromkeys(
@@ -89,13 +90,14 @@ DETOKENIZE = _EVERY | {"tokens"}
 _RESPONSE = _names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
-    "background conversation previous_response_id prompt "  # the only values are checked there
+    # responses.py checks the only permitted values of this line.
+    "background conversation previous_response_id prompt "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs"
 )
 RESPONSE = _EVERY | _RESPONSE
 EMBEDDING = _EVERY | {"input", "encoding_format"}
 _EMBEDDING_REFUSED: Mapping[str, Allowed] = {
-    "dimensions": Allowed((), "the model has vectors of one size"),
+    "dimensions": Allowed((), "the vectors of the model have a fixed size"),
     **dict.fromkeys(("truncate_prompt_tokens", "additional_data"), _NONE),
     "add_special_tokens": Allowed((True,), "only true is supported"),
 }
@@ -107,43 +109,45 @@ _STREAM_OPTIONS: Mapping[str, Allowed | None] = {
 }
 
 
-def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool) -> dict[str, Any]:
+def supported_fields(
+    body: Mapping[str, Any], supported: frozenset[str], refuse_unknown: bool
+) -> dict[str, Any]:
     """Return the fields of a body to carry out, without those that are null.
 
     Args:
         body: The body.
-        known: The fields to carry out, such as `COMPLETION`.
+        supported: The fields to carry out, such as `COMPLETION`.
         refuse_unknown: Whether fields that are not known are refused; otherwise they are logged
             once for each name.
 
     Raises:
         InvalidArgument: Fields are refused. The message names each of them.
     """
-    refused = _EMBEDDING_REFUSED if known is EMBEDDING else _REFUSED
+    refused = _EMBEDDING_REFUSED if supported is EMBEDDING else _REFUSED
     found: dict[str, Any] = {}
     problems: list[str] = []
-    strange: dict[str, frozenset[str]] = {}
+    unknown: dict[str, frozenset[str]] = {}
     for name, value in body.items():
         if value is None:
             continue
         if type(value) is float and not math.isfinite(value):
             problems.append(f"{clip(name)}: {value} is not a finite number")
-        elif name in known:
+        elif name in supported:
             found[name] = value
         elif name in refused:
             problems += _problem(name, value, refused[name])
         elif name not in _PLAIN:
-            strange[name] = known | refused.keys() | _PLAIN
+            unknown[name] = supported | refused.keys() | _PLAIN
     if "stream_options" in found and type(found["stream_options"]) is dict:
         for name, value in found["stream_options"].items():
             allowed = _STREAM_OPTIONS.get(name)
             if allowed is not None and value is not None:
                 problems += _problem(f"stream_options.{name}", value, allowed)
             elif name not in _STREAM_OPTIONS:
-                strange[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
-    for name in strange:
+                unknown[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
+    for name in unknown:
         if refuse_unknown:
-            names = strange[name]
+            names = unknown[name]
             problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
         else:
             warn_once(logger, "field '%s' of OpenAI's API is not known and is ignored", clip(name))
@@ -153,5 +157,5 @@ def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool
 
 
 def _problem(name: str, value: Any, allowed: Allowed) -> list[str]:
-    neutral = any(type(value) is type(each) and value == each for each in allowed.values)
-    return [] if neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.text}"]
+    is_neutral = any(type(value) is type(each) and value == each for each in allowed.values)
+    return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.text}"]

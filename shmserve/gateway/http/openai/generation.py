@@ -26,7 +26,7 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, shown_name
+from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, response_name
 from shmserve.gateway.inference.inference import error_of, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
@@ -102,12 +102,13 @@ def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
     if token["top_logprobs"] is None:
         return None
     found: dict[str, Any] = {}
-    known = set()
+    keys = set()
     for each in [*token["top_logprobs"], token]:
         text, key = each["token"], each.get("token_id", each["token"])
-        if text in found and key not in known:  # parts of characters look the same
+        # Different parts of characters can have the same text.
+        if text in found and key not in keys:
             text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
-        known.add(key)
+        keys.add(key)
         found.setdefault(text, each["logprob"])
     return found
 
@@ -143,7 +144,8 @@ class _Sample:
     stop_reason: str | int | None = None
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
-    only_logprobs: dict[str, Any] | None = None  # those of the only part
+    # The log probabilities of the first part, while it is the only one.
+    first_logprobs: dict[str, Any] | None = None
     more: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -156,7 +158,7 @@ class _Sample:
         return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Add reasoning and calls, and return them for a chunk."""
+        """Add reasoning and tool calls, and return the members of a chunk with them."""
         found = _reasoning(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
         calls: list[dict[str, Any]] = []
@@ -180,7 +182,7 @@ class _Sample:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Return reasoning by both names that clients know."""
+    """Return reasoning under both member names that clients use."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -200,20 +202,20 @@ class Choices:
     shows_usage: bool = False
     continuous: bool = False
     shows_tokens: bool = True
-    _found: dict[int, _Sample] = field(default_factory=dict)
+    _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     _sizes: dict[int, int] = field(default_factory=dict)  # tokens of each prompt, if counted
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
-    _thoughts: int | None = None  # tokens of reasoning
+    _reasoning_tokens: int | None = None  # tokens of reasoning
 
     def __post_init__(self) -> None:
         self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """Add a part of a sample of a prompt, and return the choice for a chunk."""
+        """Add a part of a sample's text, and return the choice for a chunk of the stream."""
         index = prompt * self.samples + delta.sample
-        sample = self._found.setdefault(index, _Sample())
+        sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         more = sample.add(delta.message) if delta.message else {}
         choice = {
@@ -225,7 +227,7 @@ class Choices:
         if delta.finish_reason or not self.form.chat:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
-        sample.only_logprobs = None if sample.begun else choice["logprobs"]
+        sample.first_logprobs = None if sample.begun else choice["logprobs"]
         if self.continuous:
             choice |= self._add_more(sample, self._counted(prompt, sample, delta.more))
         elif delta.more:
@@ -263,27 +265,27 @@ class Choices:
         self._usage["new"] += usage["completion_tokens"]
         self._usage["cached"] += usage.get("cached_tokens", 0)
         if "reasoning_tokens" in usage:
-            self._thoughts = (self._thoughts or 0) + usage["reasoning_tokens"]
+            self._reasoning_tokens = (self._reasoning_tokens or 0) + usage["reasoning_tokens"]
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
         choices = [
             {
                 "index": index,
                 **self.form.content(sample.text, sample.parts()),
-                "logprobs": sample.only_logprobs or self.form.logprobs(sample.logprobs, 0),
+                "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
                 **sample.more,
             }
-            for index, sample in sorted(self._found.items())
+            for index, sample in sorted(self._samples.items())
         ]
         head = {**self._head(self.form.whole), **self._prompt}
         return {**head, "choices": choices, "usage": self.usage()}
 
-    def frames(self, taken: list[list[dict[str, Any]]]) -> list[bytes]:
+    def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
         """Return a chunk of a stream for each list of choices."""
-        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in taken]
+        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in results]
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
@@ -307,14 +309,14 @@ class Choices:
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
-        prompt, new, cached = self._usage.values()
-        thoughts = self._thoughts
-        details = {} if thoughts is None else {"reasoning_tokens": thoughts}
+        prompt, generated, cached = self._usage.values()
+        reasoning_tokens = self._reasoning_tokens
+        details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
         return {
             **({"completion_tokens_details": details} if details else {}),
             "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
@@ -339,7 +341,7 @@ async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
-    name = shown_name(gateway, text_request.model.name)
+    name = response_name(gateway, text_request.model.name)
     shown = not text_request.continuous or bodies.returns_tokens(text_request.parameters)
     usage = text_request.usage, text_request.continuous
     return Choices(form, name, text_request.samples, *usage, shown)
@@ -349,13 +351,13 @@ class Rendering(Protocol):
     """The form of a response to a request for text, whole or as a stream."""
 
     def add(self, prompt: int, delta: Delta) -> Any:
-        """Add a part of a sample of a prompt, and return what a stream has of it."""
+        """Add a part of a sample's text, and return its parts of the stream."""
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         """Return the whole response."""
 
-    def frames(self, taken: list[list[Any]]) -> list[bytes]:
-        """Return the server-sent events of what `add` has returned for each response."""
+    def frames(self, results: list[list[Any]]) -> list[bytes]:
+        """Return the server-sent events for the results of `add`, one list per response."""
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are wanted."""
@@ -367,12 +369,12 @@ class Rendering(Protocol):
 async def respond(
     gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, rendering: Rendering
 ) -> HttpResponse:
-    """Respond with the text of a model in some form."""
+    """Return the response with the text of a model, whole or as a stream."""
     generation = _Generation(gateway, request, text_request, rendering)
     try:
         await generation.begun()
         if not text_request.stream:
-            return json_response(await generation.whole())
+            return json_response(await generation.whole_response())
     except BaseException as error:
         generation.close()
         if isinstance(error, QueueFull):
@@ -398,12 +400,12 @@ class _Generation:
         self._text_request = text_request
         self._rendering = rendering
         self._queues: list[ResponseQueue] = []
-        self._news = asyncio.Event()
+        self._response_event = asyncio.Event()
         arrived_ns = time.monotonic_ns()
         try:
             for infer_request in text_request.requests():
                 built = build(gateway, text_request.model, infer_request)
-                queue = ResponseQueue(gateway, request, built, arrived_ns, self._news)
+                queue = ResponseQueue(gateway, request, built, arrived_ns, self._response_event)
                 self._queues.append(queue)
         except BaseException:
             self.close()
@@ -428,42 +430,42 @@ class _Generation:
             log_failure(first.request.built, error)
             raise error
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole_response(self) -> dict[str, Any]:
         """Return the whole response once the last text has ended."""
-        async for _ in self._taken():
+        async for _ in self._arrived_parts():
             pass
-        return self._rendering.whole()
+        return self._rendering.whole_response()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
-            async for taken in self._taken():
-                if frames := self._rendering.frames(taken):
+            async for results in self._arrived_parts():
+                if frames := self._rendering.frames(results):
                     yield frames
         except ShmserveError as error:
             yield self._rendering.failure(error)
             return
         yield self._rendering.ending(self._text_request.usage)
 
-    async def _taken(self) -> AsyncGenerator[list[list[Any]], None]:
+    async def _arrived_parts(self) -> AsyncGenerator[list[list[Any]], None]:
         """Yield what a stream has of responses to all prompts, in the order of arrival.
 
         The model would otherwise wait for the credit of a prompt that is read later.
         """
-        left = dict(enumerate(self._queues))
-        while left:
-            while not any(left.values()):
-                self._news.clear()
-                await self._news.wait()
-            taken: list[list[Any]] = []
-            for prompt, queue in list(left.items()):
-                while queue and prompt in left:
+        unfinished = dict(enumerate(self._queues))
+        while unfinished:
+            while not any(unfinished.values()):
+                self._response_event.clear()
+                await self._response_event.wait()
+            results: list[list[Any]] = []
+            for prompt, queue in list(unfinished.items()):
+                while queue and prompt in unfinished:
                     choices, ended = self._take(prompt, queue)
                     if choices:
-                        taken.append(choices)
+                        results.append(choices)
                     if ended:
-                        del left[prompt]
-            yield taken
+                        del unfinished[prompt]
+            yield results
 
     def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
         """Remove an arrived response; return its parts and whether it was the last.
@@ -504,11 +506,11 @@ class _Generation:
         """Add what few requests want: tokens, the prompt's log probabilities, and messages."""
         tokens, prompt = found.get("token_ids"), found.get("prompt_token_ids")
         messages = found.get(bodies.MESSAGE)
-        counts = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
+        sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
             more: dict[str, Any] = {}
             if tokens is not None:
-                count = counts[index] if counts else len(tokens)
+                count = sample_tokens[index] if sample_tokens else len(tokens)
                 more["token_ids"], tokens = tokens[:count], tokens[count:]
             if prompt:
                 more["prompt_token_ids"] = prompt

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
-from shmserve.gateway.context import Gateway, awaits_load, loaded
+from shmserve.gateway.context import Gateway, awaits_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
@@ -31,18 +31,17 @@ from shmserve.gateway.http.openai.bodies import (
     TEXT,
     TooManyRequests,
     generates,
-    names_asleep,
     names_of,
-    only_one,
-    own_name,
-    shown_name,
+    only_generative_model,
+    resolve_alias,
+    response_name,
+    unloaded_aliases,
 )
 from shmserve.gateway.http.openai.fields import (
     CONVERSATION,
     DETOKENIZE,
     EMBEDDING,
     TOKENIZE,
-    carried,
 )
 from shmserve.gateway.inference.inference import error_of, output_bytes
 from shmserve.gateway.inference.prepare import build
@@ -81,9 +80,7 @@ def embeds(model: GatewayModel) -> Embedder | None:
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with a vector for each text."""
-    body = carried(
-        await bodies.read(gateway, request), EMBEDDING, gateway.settings.refuse_unknown_fields
-    )
+    body = await bodies.read_fields(gateway, request, EMBEDDING)
     model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
     if embedder is None:
@@ -105,8 +102,9 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": 0, "total_tokens": 0}  # unknown
-    name = shown_name(gateway, model.name)
+    # Unknown, since the worker does not report them.
+    usage = {"prompt_tokens": 0, "total_tokens": 0}
+    name = response_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
 
 
@@ -119,16 +117,16 @@ async def _vectors(
 ) -> list[np.ndarray[Any, Any]]:
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
-    given = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
-    found = await _infer(gateway, request, model, given, [embedder.vector], {})
+    text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+    found = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = found[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
-def _texts(given: Any) -> list[str]:
-    texts = [given] if type(given) is str else given
+def _texts(value: Any) -> list[str]:
+    texts = [value] if type(value) is str else value
     if type(texts) is not list or not texts or any(type(each) is not str for each in texts):
-        raise InvalidArgument(f"input: {clip(repr(given))} is neither a text nor a list of texts")
+        raise InvalidArgument(f"input: {clip(repr(value))} is neither a text nor a list of texts")
     if len(texts) > _MOST_TEXTS:
         raise InvalidArgument(f"input: {len(texts)} texts are more than {_MOST_TEXTS}")
     return texts
@@ -147,39 +145,41 @@ _MOST_TOKEN = (1 << 31) - 1
 async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with all models that embed or generate text, and those on demand."""
     models = {model.name: model for model in gateway.models.all() if _serves(model)}
-    asleep = await names_asleep(gateway)
-    aliases = {**asleep, **{name: model.aliases for name, model in models.items()}}
+    unloaded = await unloaded_aliases(gateway)
+    aliases = {**unloaded, **{name: model.aliases for name, model in models.items()}}
     found = [
-        _shown(name, root, models.get(root))
+        _model_object(name, root, models.get(root))
         for root in sorted(aliases)
-        for name in [*names_of(gateway, root, asleep), *aliases[root]]
+        for name in [*names_of(gateway, root, unloaded), *aliases[root]]
     ]
-    # A name in several places belongs to the first.
+    # A name of several models belongs to the first model.
     unique = {each["id"]: each for each in reversed(found)}
     return json_response({"object": "list", "data": list(reversed(unique.values()))})
 
 
 async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Respond with one model that embeds or generates text; a model on demand is not loaded."""
-    own = await own_name(gateway, name)
-    if awaits_load(gateway, own, "") and own in await names_asleep(gateway):
-        return json_response(_shown(name, own, None))
-    model = await loaded(gateway, own, "")
+    own = await resolve_alias(gateway, name)
+    if awaits_load(gateway, own, "") and own in await unloaded_aliases(gateway):
+        return json_response(_model_object(name, own, None))
+    model = await resolve_model(gateway, own, "")
     if not _serves(model):
         raise NotFound(f"model '{name}' neither generates text nor makes embeddings of it")
-    return json_response(_shown(name, own, model))
+    return json_response(_model_object(name, own, model))
 
 
 async def _default(gateway: Gateway, body: dict[str, Any]) -> str:
     """Return the model of a body that names none."""
-    return "" if "model" in body else only_one(gateway, await names_asleep(gateway))
+    if "model" in body:
+        return ""
+    return only_generative_model(gateway, await unloaded_aliases(gateway))
 
 
 def _serves(model: GatewayModel) -> bool:
     return generates(model) or embeds(model) is not None
 
 
-def _shown(name: str, root: str, model: GatewayModel | None) -> dict[str, Any]:
+def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -193,41 +193,40 @@ def _shown(name: str, root: str, model: GatewayModel | None) -> dict[str, Any]:
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the tokens of a prompt or of a chat."""
-    body = await bodies.read(gateway, request)
-    given = carried(body, TOKENIZE, gateway.settings.refuse_unknown_fields)
-    model = await bodies.generating(gateway, given, default=await _default(gateway, given))
-    chat, named = "messages" in given, bodies.checked(given, "return_token_strs", bool, False)
-    special = bodies.checked(given, "add_special_tokens", bool, not chat)
-    if chat and "prompt" in given:
+    fields = await bodies.read_fields(gateway, request, TOKENIZE)
+    model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
+    chat = "messages" in fields
+    with_texts = bodies.checked(fields, "return_token_strs", bool, False)
+    add_special_tokens = bodies.checked(fields, "add_special_tokens", bool, not chat)
+    if chat and "prompt" in fields:
         raise InvalidArgument("prompt: either a prompt or messages are needed, and not both")
     if chat:
-        variables = {name: given[name] for name in CONVERSATION & given.keys()}
-        prompt = bodies.conversation(given, variables)
-    elif "prompt" in given:
-        prompt = bodies.tensor("text_input", "BYTES", [bodies.checked(given, "prompt", str, "")])
+        variables = {name: fields[name] for name in CONVERSATION & fields.keys()}
+        prompt = bodies.conversation(fields, variables)
+    elif "prompt" in fields:
+        prompt = bodies.tensor("text_input", "BYTES", [bodies.checked(fields, "prompt", str, "")])
     else:
         raise InvalidArgument("prompt: it is missing; a prompt or messages are needed")
-    parameters = {"task": "tokenize", "add_special_tokens": special}
-    outputs = ("token_ids", TEXT) if named else ("token_ids",)
+    parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
+    outputs = ("token_ids", TEXT) if with_texts else ("token_ids",)
     found = await _converted(gateway, request, model, prompt, parameters, outputs)
-    # No list of Python's is made of up to a million tokens.
+    # A million tokens are encoded without a Python list.
     tokens = orjson.dumps(found["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
         {
             "count": len(found["token_ids"]),
             "max_model_len": model.max_model_len,
             "tokens": orjson.Fragment(tokens),
-            "token_strs": orjson.Fragment(found[TEXT].ravel()[0]) if named else None,
+            "token_strs": orjson.Fragment(found[TEXT].ravel()[0]) if with_texts else None,
         }
     )
 
 
 async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the text of tokens."""
-    body = await bodies.read(gateway, request)
-    given = carried(body, DETOKENIZE, gateway.settings.refuse_unknown_fields)
-    model = await bodies.generating(gateway, given, default=await _default(gateway, given))
-    tokens = given.get("tokens")
+    fields = await bodies.read_fields(gateway, request, DETOKENIZE)
+    model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
+    tokens = fields.get("tokens")
     if type(tokens) is not list or not {*map(type, tokens)} <= {int}:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     if not tokens:
@@ -246,7 +245,7 @@ async def _converted(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
-    given: InferInput,
+    infer_input: InferInput,
     parameters: dict[str, Any],
     outputs: tuple[str, ...],
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -258,14 +257,14 @@ async def _converted(
     if not model.converts:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
-    return await _infer(gateway, request, model, given, outputs, parameters)
+    return await _infer(gateway, request, model, infer_input, outputs, parameters)
 
 
 async def _infer(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
-    given: InferInput,
+    infer_input: InferInput,
     outputs: Sequence[str],
     parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -274,9 +273,11 @@ async def _infer(
     Raises:
         ShmserveError: The model's error.
     """
-    wanted = [InferOutput(name, binary=True) for name in outputs]
-    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
-    built = build(gateway, model, asked)
+    requested_outputs = [InferOutput(name, binary=True) for name in outputs]
+    infer_request = InferRequest(
+        "", [infer_input], requested_outputs, binary=True, parameters=parameters
+    )
+    built = build(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
     try:
         return await _arrays(gateway, model, queue)

@@ -20,12 +20,12 @@ from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import shown_name
-from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, carried
+from shmserve.gateway.http.openai.bodies import response_name
+from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, supported_fields
 from shmserve.gateway.http.openai.generation import Delta, respond
 
-# The members of a body that a chat has, too, by their names there.
-_SAME = {
+# The members of a body that a chat also has, by their names in a chat.
+_CHAT_MEMBERS = {
     **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
     "max_output_tokens": "max_completion_tokens",
 }
@@ -57,7 +57,7 @@ _REPEATED: Mapping[str, Any] = {
     "top_p": 1.0,
     "user": None,
 }
-# Members of a chat's body, and the members of a request that they are made of.
+# The members of a chat's body, and the members of a request that they are derived from.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -70,11 +70,11 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the output of a model: messages, reasoning and calls of functions."""
+    """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
     body = await bodies.read(gateway, request)
-    given = carried(body, RESPONSE, gateway.settings.refuse_unknown_fields)
+    given = supported_fields(body, RESPONSE, gateway.settings.refuse_unknown_fields)
     text_request = await bodies.chat(gateway, _chat(given))
-    shown = {**body, "model": shown_name(gateway, text_request.model.name)}
+    shown = {**body, "model": response_name(gateway, text_request.model.name)}
     return await respond(gateway, request, text_request, ResponseObject(shown))
 
 
@@ -93,16 +93,16 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
             reason = _REASONS.get(name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}")
             raise InvalidArgument(f"{name}: {clip(repr(given))}: {reason}")
     reasoning = bodies.checked(body, "reasoning", dict, {})
-    made = {_SAME[name]: value for name, value in body.items() if name in _SAME}
-    made["messages"] = _messages(body)
-    made["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
-    made["tool_choice"] = _choice(body.get("tool_choice"))
-    made["reasoning_effort"] = reasoning.get("effort")
+    chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
+    chat["messages"] = _messages(body)
+    chat["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
+    chat["tool_choice"] = _choice(body.get("tool_choice"))
+    chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.checked(body, "text", dict, {})
-    made |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
+    chat |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
     if _LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
-        made["logprobs"] = True
-    return made
+        chat["logprobs"] = True
+    return chat
 
 
 def _tool(index: int, given: Any) -> dict[str, Any]:
@@ -131,50 +131,52 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     items: Any = [{"role": "user", "content": given}] if type(given) is str else given
     if type(items) is not list or not items:
         raise InvalidArgument("input: it is neither a text nor a list of items")
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     instructions = bodies.checked(body, "instructions", str, "")
     if instructions:
-        made.append({"role": "system", "content": instructions})
+        messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items):
         if type(item) is not dict:
             raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is no item")
         if item.get("type") == "item_reference":
-            item = _remembered(index, item.get("id"))
-        _add(made, item, f"input[{index}]")
-    return made
+            item = _stored_item(index, item.get("id"))
+        _add(messages, item, f"input[{index}]")
+    return messages
 
 
-def _add(made: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        output = _content(item.get("output"), f"{place}.output")
-        made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        output = _content(item.get("output"), f"{position}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
     if kind == "message" and item.get("role") != "assistant":
-        made.append({"role": item.get("role"), "content": _content(item.get("content"), place)})
+        messages.append(
+            {"role": item.get("role"), "content": _content(item.get("content"), position)}
+        )
         return
-    last: dict[str, Any] = made[-1] if made else {}
+    last: dict[str, Any] = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (kind == "message" and last.get("content")):
         last = {"role": "assistant", "content": None}
-        made.append(last)
+        messages.append(last)
     if kind == "message":
-        last["content"] = _content(item.get("content"), place)
+        last["content"] = _content(item.get("content"), position)
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        last["reasoning_content"] = _content(parts, place)
+        last["reasoning_content"] = _content(parts, position)
     else:
-        raise InvalidArgument(f"{place}: items of type {clip(repr(kind))} are not supported")
+        raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
 
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
-def _content(given: Any, place: str) -> Any:
+def _content(given: Any, position: str) -> Any:
     """Return the content of an item as a text, or as parts of a chat's content."""
     if type(given) is not list:
         return given
@@ -186,26 +188,27 @@ def _content(given: Any, place: str) -> Any:
         elif kind in _TEXTS:
             texts.append(part.get("text", ""))
         else:
-            raise InvalidArgument(f"{place}: content of type {clip(repr(kind))} is not a text")
+            raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a text")
     return "\n".join(texts)
 
 
 # --- responses
 
-_recent: OrderedDict[str, dict[str, Any]] = OrderedDict()  # the items of recent responses by id
+# The items of recent responses by their ids.
+_recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MOST_RECENT = 1024
 _LONGEST_RECENT = 1 << 16  # characters
 
 
-def _remember(item: dict[str, Any], text: str) -> None:
+def _store_item(item: dict[str, Any], text: str) -> None:
     if len(text) <= _LONGEST_RECENT:
-        _recent[item["id"]] = item
-    while len(_recent) > _MOST_RECENT:
-        _recent.popitem(last=False)
+        _recent_items[item["id"]] = item
+    while len(_recent_items) > _MOST_RECENT:
+        _recent_items.popitem(last=False)
 
 
-def _remembered(index: int, name: Any) -> dict[str, Any]:
-    found = _recent.get(name) if type(name) is str else None
+def _stored_item(index: int, name: Any) -> dict[str, Any]:
+    found = _recent_items.get(name) if type(name) is str else None
     if found is None:
         raise InvalidArgument(
             f"input[{index}]: item {clip(repr(name))} is not stored; the input has to contain the "
@@ -216,7 +219,7 @@ def _remembered(index: int, name: Any) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class ResponseObject:
-    """A response in progress: its output items, and the events that a stream has of them."""
+    """A response in progress: its output items, and their events in a stream."""
 
     body: dict[str, Any]
     _items: list[dict[str, Any]] = field(default_factory=list)
@@ -233,7 +236,7 @@ class ResponseObject:
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
-        """Add a part of the text, and return its events."""
+        """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._count else self._begin()
         logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
@@ -303,16 +306,16 @@ class ResponseObject:
                 self._item_event(f"{_EVENTS[kind]}.done", text=text, **more),
                 self._item_event("response.content_part.done", part=part),
             ]
-        _remember(item, text)
+        _store_item(item, text)
         index = len(self._items) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item_event(self, kind: str, **more: Any) -> dict[str, Any]:
         item = self._items[-1]
-        place: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if item["type"] != "function_call":
-            place["content_index"] = 0
-        return self._event(kind, **place, **more)
+            location["content_index"] = 0
+        return self._event(kind, **location, **more)
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
         self._count += 1
@@ -322,21 +325,22 @@ class ResponseObject:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._object("in_progress")) for kind in kinds]
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
         self._close()
         return self._object("incomplete" if self._reason == "length" else "completed")
 
-    def frames(self, taken: list[list[list[dict[str, Any]]]]) -> list[bytes]:
+    def frames(self, results: list[list[list[dict[str, Any]]]]) -> list[bytes]:
         """Return events as server-sent events."""
-        return [_frame(event) for parts in taken for events in parts for event in events]
+        return [_frame(event) for parts in results for events in parts for event in events]
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the last events of a stream."""
         events = [] if self._count else self._begin()
         events += self._close()
-        made = self.whole()
-        return self.frames([[[*events, self._event(f"response.{made['status']}", response=made)]]])
+        response = self.whole_response()
+        last = self._event(f"response.{response['status']}", response=response)
+        return self.frames([[[*events, last]]])
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails."""

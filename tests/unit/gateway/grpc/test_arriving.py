@@ -14,7 +14,7 @@ from shmserve.gateway.inference.prepare import ArrivingTensors
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 
-class Room(ArrivingTensors):
+class RecordedTensors(ArrivingTensors):
     """The memory of tensors of these sizes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -40,18 +40,18 @@ def arrive(
     cuts: Sequence[int],
     sizes: Sequence[int] | None,
     in_place: Collection[int] = (),
-) -> tuple[RequestSink[Room], list[Room], list[bytes]]:
+) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
     """The bytes in pieces, those with these numbers read to their place where there is one, with
     the rooms that were asked for, and by which heads."""
-    rooms: list[Room] = []
+    recorded: list[RecordedTensors] = []
     heads: list[bytes] = []
 
-    def find(head: bytes, _: int) -> Room | None:
+    def find(head: bytes, _: int) -> RecordedTensors | None:
         heads.append(head)
         if sizes is None:
             return None
-        rooms.append(Room(sizes))
-        return rooms[-1]
+        recorded.append(RecordedTensors(sizes))
+        return recorded[-1]
 
     arriving = RequestSink(find)
     view = memoryview(raw)
@@ -64,7 +64,7 @@ def arrive(
             at += len(memory_range)
         arriving.feed(view[at:end])
         at = end
-    return arriving, rooms, heads
+    return arriving, recorded, heads
 
 
 CONTENTS = st.lists(st.binary(max_size=300), min_size=1, max_size=4)
@@ -72,14 +72,14 @@ CUTS = st.lists(st.integers(0, 5000), max_size=12)
 
 
 @given(contents=CONTENTS, cuts=CUTS, in_place=st.sets(st.integers(0, 12)))
-def test_contents_fill_their_room_however_they_are_cut(
+def test_tensors_are_received_in_place_for_any_split(
     contents: list[bytes], cuts: list[int], in_place: set[int]
 ) -> None:
     made = request(contents)
     sizes = [len(content) for content in contents]
-    arriving, (room,), (head,) = arrive(made.SerializeToString(), cuts, sizes, in_place)
-    assert arriving.whole() is room and not room.releases
-    assert list(map(bytes, room.blocks)) == contents
+    arriving, (tensors,), (head,) = arrive(made.SerializeToString(), cuts, sizes, in_place)
+    assert arriving.whole() is tensors and not tensors.releases
+    assert list(map(bytes, tensors.blocks)) == contents
     del made.raw_input_contents[:]
     assert ModelInferRequest.FromString(head) == made
 
@@ -90,40 +90,40 @@ def test_contents_fill_their_room_however_they_are_cut(
     sizes=st.lists(st.integers(0, 300), max_size=5) | st.none(),
     in_place=st.sets(st.integers(0, 12)),
 )
-def test_contents_of_other_sizes_are_whole(
+def test_tensors_of_unexpected_sizes_are_collected(
     contents: list[bytes], cuts: list[int], sizes: list[int] | None, in_place: set[int]
 ) -> None:
     raw = request(contents).SerializeToString()
-    arriving, rooms, _ = arrive(raw, cuts, sizes, in_place)
+    arriving, recorded, _ = arrive(raw, cuts, sizes, in_place)
     fits = sizes == [len(content) for content in contents]
-    assert arriving.whole() == (rooms[0] if fits else raw)
-    assert all(room.releases == (not fits) for room in rooms)
+    assert arriving.whole() == (recorded[0] if fits else raw)
+    assert all(tensors.releases == (not fits) for tensors in recorded)
 
 
 @given(junk=st.binary(max_size=600), cuts=CUTS, behind=st.booleans())
-def test_bytes_that_are_no_request_are_whole(junk: bytes, cuts: list[int], behind: bool) -> None:
+def test_malformed_messages_are_collected(junk: bytes, cuts: list[int], behind: bool) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
-    arriving, rooms, _ = arrive(raw, cuts, [40])
+    arriving, recorded, _ = arrive(raw, cuts, [40])
     found = arriving.whole()
-    if isinstance(found, Room):
-        assert found is rooms[-1] and bytes(found.blocks[0]) and not found.releases
+    if isinstance(found, RecordedTensors):
+        assert found is recorded[-1] and bytes(found.blocks[0]) and not found.releases
         assert raw.endswith(found.blocks[0])
     else:
-        assert found == raw and all(room.releases for room in rooms)
+        assert found == raw and all(tensors.releases for tensors in recorded)
 
 
 @pytest.mark.parametrize("size", [70_000, 200_000])
-def test_a_long_head_is_not_waited_for(size: int) -> None:
+def test_a_message_with_a_long_head_is_collected(size: int) -> None:
     made = request([b"a" * 40])
     made.parameters["key"].string_param = "v" * size
     raw = made.SerializeToString()
-    arriving, rooms, _ = arrive(raw, range(0, len(raw), 999), [40])
-    assert arriving.whole() == raw and not rooms
+    arriving, recorded, _ = arrive(raw, range(0, len(raw), 999), [40])
+    assert arriving.whole() == raw and not recorded
 
 
-def test_its_room_is_given_back_once() -> None:
+def test_memory_is_released_once() -> None:
     raw = request([b"a" * 4000]).SerializeToString()
-    arriving, (room,), _ = arrive(raw[:-10], (), [4000])
+    arriving, (tensors,), _ = arrive(raw[:-10], (), [4000])
     arriving.drop()
     arriving.drop()
-    assert room.releases == 1 and arriving.next_buffer(1) is None
+    assert tensors.releases == 1 and arriving.next_buffer(1) is None

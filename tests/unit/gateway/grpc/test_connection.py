@@ -5,6 +5,7 @@ import gzip
 import random
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 
@@ -46,22 +47,22 @@ def test_a_response_is_written_in_one_piece() -> None:
     played(play)
 
 
-class Room:
+class TensorSink:
     """Where a message goes as it arrives; `copied`: so many bytes of it were not read to it."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
-        self.left = memoryview(self.data)
+        self.remaining = memoryview(self.data)
         self.copied = 0
 
     def next_buffer(self, most: int) -> memoryview:
-        return self.left[:most]
+        return self.remaining[:most]
 
     def feed(self, piece: memoryview) -> None:
         if piece.obj is not self.data:
-            self.left[: len(piece)] = piece
+            self.remaining[: len(piece)] = piece
             self.copied += len(piece)
-        self.left = self.left[len(piece) :]
+        self.remaining = self.remaining[len(piece) :]
 
     def whole(self) -> bytes:
         return bytes(self.data)
@@ -70,18 +71,18 @@ class Room:
         raise AssertionError
 
 
-def test_a_large_message_is_read_to_its_place() -> None:
+def test_a_large_message_is_received_in_place() -> None:
     """In frames, some of them padded; nothing is asked for where it fits the window."""
 
     async def play(scene: Scene) -> None:
         data = random.Random(0).randbytes(600_000)
-        room = Room(len(data))
-        scene.sinks = lambda *_: room
+        sink: Any = TensorSink(len(data))
+        scene.sinks = lambda *_: sink
         sent = message(data)
         scene.send(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
         ((raw, call),) = scene.calls
-        assert raw == data and not room.left and room.copied < 3 * LARGE
+        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE
         assert not scene.transport.frames()
         call.finish(b"")
         scene.send(frame(DATA, END_STREAM, 1))
@@ -89,7 +90,7 @@ def test_a_large_message_is_read_to_its_place() -> None:
     played(play)
 
 
-def test_a_call_that_is_given_up_at_once_never_begins() -> None:
+def test_a_call_that_is_reset_at_once_never_begins() -> None:
     async def play(scene: Scene) -> None:
         asked = frame(DATA, END_STREAM, 1, message(b"abc"))
         scene.send(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
@@ -98,16 +99,16 @@ def test_a_call_that_is_given_up_at_once_never_begins() -> None:
     played(play)
 
 
-def test_who_leaves_is_told_of_once() -> None:
+def test_a_disconnect_is_reported_once() -> None:
     async def play(scene: Scene) -> None:
-        told: list[str] = []
+        reports: list[str] = []
         scene.call(1)
         call = scene.calls[0][1]
-        call.on_gone = lambda: told.append("gone")
-        call.on_ended = lambda: told.append("over")
+        call.on_disconnect = lambda: reports.append("gone")
+        call.on_ended = lambda: reports.append("over")
         scene.send(frame(RESET, 0, 1, bytes(4)))
         scene.send(frame(RESET, 0, 1, bytes(4)))
-        assert told == ["gone", "over"] and call.done
+        assert reports == ["gone", "over"] and call.done
         call.finish(b"late")
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
@@ -116,19 +117,19 @@ def test_who_leaves_is_told_of_once() -> None:
 
 def test_a_deadline_ends_a_call() -> None:
     async def play(scene: Scene) -> None:
-        told: list[str] = []
+        reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-timeout", b"2S"))
         call = scene.calls[0][1]
-        call.on_gone = lambda: told.append("gone")
+        call.on_disconnect = lambda: reports.append("gone")
         left_s = call.time_remaining()
         assert left_s is not None and 0 < left_s <= 2
         await scene.clock.advance(2.1)
-        assert scene.statuses()[1].startswith(b"4") and told == ["gone"]
+        assert scene.statuses()[1].startswith(b"4") and reports == ["gone"]
 
     played(play)
 
 
-def test_a_message_that_does_not_come_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: Scene) -> None:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
         scene.send(scene.head(1) + scene.head(3))
@@ -154,7 +155,7 @@ def test_a_message_that_does_not_come_ends_its_call(monkeypatch: pytest.MonkeyPa
         (b"\0\xff\xff\xff\xffx", b"8"),
     ],
 )
-def test_what_is_no_message_ends_its_call(data: bytes, status: bytes) -> None:
+def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
     async def play(scene: Scene) -> None:
         scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))
         await scene.clock.advance(0)
@@ -195,23 +196,23 @@ def test_many_calls_at_once_are_begun_in_turns() -> None:
     played(play)
 
 
-def test_who_breaks_a_rule_is_shown_out() -> None:
-    """It is told at once, and what it has asked for is given up; the socket lingers."""
+def test_a_protocol_violation_ends_the_connection() -> None:
+    """It is reports at once, and what it has asked for is given up; the socket lingers."""
 
     async def play(scene: Scene) -> None:
-        told: list[str] = []
+        reports: list[str] = []
         scene.call(1)
-        scene.calls[0][1].on_gone = lambda: told.append("gone")
+        scene.calls[0][1].on_disconnect = lambda: reports.append("gone")
         scene.send(frame(WINDOW, 0, 0, bytes(4)))
         assert scene.transport.frames()[-1][0] == GO_AWAY
-        assert told == ["gone"] and not scene.connection.open and not scene.transport.closed
+        assert reports == ["gone"] and not scene.connection.open and not scene.transport.closed
         await scene.clock.advance(1)
         assert scene.transport.closed
 
     played(play)
 
 
-def test_a_silent_client_is_asked_for_a_sign_of_life() -> None:
+def test_a_silent_client_receives_a_ping() -> None:
     async def play(scene: Scene) -> None:
         await scene.clock.advance(1.1)
         assert not scene.transport.frames()  # nothing is asked of who has no call
@@ -231,7 +232,7 @@ def test_a_silent_client_is_asked_for_a_sign_of_life() -> None:
     played(play, keepalive_time_ms=1000, keepalive_timeout_ms=500)
 
 
-def test_too_many_pings_end_a_connection_where_they_are_counted() -> None:
+def test_too_many_pings_end_a_connection_if_limited() -> None:
     async def play(scene: Scene) -> None:
         for _ in range(3):
             scene.send(frame(PING, 0, 0, bytes(8)))
@@ -243,7 +244,7 @@ def test_too_many_pings_end_a_connection_where_they_are_counted() -> None:
     played(play, max_ping_strikes=2)
 
 
-def test_an_old_connection_is_told_twice_to_go_and_loses_no_call() -> None:
+def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
     async def play(scene: Scene) -> None:
         scene.call(1)
         await scene.clock.advance(1.2)
@@ -301,7 +302,7 @@ def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> No
     played(play)
 
 
-def test_calls_have_no_longer_than_the_grace_of_an_old_connection() -> None:
+def test_calls_of_an_old_connection_end_after_the_grace_period() -> None:
     async def play(scene: Scene) -> None:
         scene.call(1)
         await scene.clock.advance(1.2)
@@ -354,14 +355,14 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
     played(play)
 
 
-def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
+def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     """However many come at once, and in how many frames; the last is none, when its turn comes."""
 
     async def play(scene: Scene) -> None:
-        go_on, over, seen = asyncio.Event(), asyncio.Event(), []
+        resume, ended, seen = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
-            await go_on.wait()
+            await resume.wait()
             async for request in call.requests():
                 seen.append(request)  # noqa: PERF401
             return None
@@ -376,9 +377,9 @@ def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert held < 2 * len(data) + 100_000
-        scene.begun[0].on_ended = over.set
-        go_on.set()
-        await over.wait()
+        scene.begun[0].on_ended = ended.set
+        resume.set()
+        await ended.wait()
         assert len(seen) > 8500
         assert seen == [one[5:] for one in sent][: len(seen)]
         assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
@@ -386,7 +387,7 @@ def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
     played(play)
 
 
-def test_what_is_taken_later_does_not_keep_what_it_came_in() -> None:
+def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     """A buffer of the socket is larger than what is in it for a stream, and may be used again."""
 
     async def play(scene: Scene) -> None:
@@ -394,16 +395,16 @@ def test_what_is_taken_later_does_not_keep_what_it_came_in() -> None:
         buffer = bytearray(message(b"x") * 1000)
         scene.begun[0].data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
-        over = asyncio.Event()
-        scene.begun[0].on_ended = over.set
-        await over.wait()
+        ended = asyncio.Event()
+        scene.begun[0].on_ended = ended.set
+        await ended.wait()
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
 
     played(play)
 
 
-def test_a_stream_may_go_on_for_what_is_taken() -> None:
+def test_reading_messages_enlarges_the_window() -> None:
     """By the quarter of a window at a time: small requests are not answered by updates, too."""
 
     async def play(scene: Scene) -> None:
@@ -431,16 +432,16 @@ def test_a_stream_may_go_on_for_what_is_taken() -> None:
     played(play)
 
 
-def test_a_stream_that_is_ended_for_its_handler() -> None:
+def test_an_ended_stream_ends_its_handler() -> None:
     """Who waits for a message, or for the client to take one, waits no longer."""
 
     async def play(scene: Scene) -> None:
-        over: list[int] = []
+        ended: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
             async for request in call.requests():
                 await call.write_all([request])
-            over.append(1)
+            ended.append(1)
             return None
 
         scene.serve = serve
@@ -448,15 +449,15 @@ def test_a_stream_that_is_ended_for_its_handler() -> None:
         scene.send(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
         for call in scene.begun:
-            call.late()
+            call.on_timeout()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert over == [1, 1]
+        assert ended == [1, 1]
 
     played(play)
 
 
-def test_compressed_both_ways() -> None:
+def test_requests_and_responses_are_compressed() -> None:
     async def play(scene: Scene) -> None:
         small = gzip.compress(bytes(10_000))
         head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
@@ -472,7 +473,7 @@ def test_compressed_both_ways() -> None:
     played(play, deflate=1)
 
 
-def test_who_does_not_read_is_shown_out_even_if_it_is_owed_no_data(
+def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Responses without messages wait, too, when the socket takes nothing."""
@@ -484,17 +485,17 @@ def test_who_does_not_read_is_shown_out_even_if_it_is_owed_no_data(
         scene.call(1)
         scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
         assert not scene.statuses()
-        assert scene.connection._looking is not None
-        scene.connection._look()
+        assert scene.connection._check_timer is not None
+        scene.connection._check_time_limits()
         assert not scene.transport.aborted
         now += 2 * PATIENCE_S
-        scene.connection._look()
+        scene.connection._check_time_limits()
         assert scene.transport.aborted
 
     played(play)
 
 
-def test_who_reads_again_is_told_all() -> None:
+def test_a_client_that_reads_again_receives_all_responses() -> None:
     async def play(scene: Scene) -> None:
         scene.connection.pause_writing()
         for stream in (1, 3):
@@ -508,19 +509,19 @@ def test_who_reads_again_is_told_all() -> None:
     played(play)
 
 
-def test_who_leaves_while_its_response_is_deflated_has_given_nothing_up() -> None:
+def test_a_disconnect_during_compression_cancels_nothing() -> None:
     """What it asked for is done, and its memory may be another's by now."""
 
     async def play(scene: Scene) -> None:
-        told: list[str] = []
+        reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
-        call.on_gone = lambda: told.append("gone")
-        call.on_ended = lambda: told.append("over")
+        call.on_disconnect = lambda: reports.append("gone")
+        call.on_ended = lambda: reports.append("over")
         call.finish(bytes(1 << 20))
         scene.send(frame(RESET, 0, 1, bytes(4)))
         await scene.clock.advance(0)
-        assert told == ["over"]
+        assert reports == ["over"]
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
     played(play, deflate=1)

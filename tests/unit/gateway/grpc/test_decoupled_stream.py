@@ -107,9 +107,7 @@ def take(stream: Stream, number: int) -> list[Any]:
     return [next(stream.call) for _ in range(number)]
 
 
-def test_responses_of_many_requests_come_between_each_other(
-    repeat: Scheduler, stream: Stream
-) -> None:
+def test_responses_of_many_requests_are_interleaved(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     stream.ask("b")
     (peer, a), (_, b) = asked(repeat, 2)
@@ -130,7 +128,7 @@ def test_a_response_has_the_models_name_and_version(repeat: Scheduler, stream: S
     assert list(said.outputs[0].shape) == [1]
 
 
-def test_the_end_alone_is_said_where_it_is_asked_for(repeat: Scheduler, stream: Stream) -> None:
+def test_an_empty_final_response_is_sent_on_request(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("silent")
     stream.ask("said", **{EMPTY_FINAL: True})
     (peer, silent), (_, said) = asked(repeat, 2)
@@ -143,22 +141,22 @@ def test_the_end_alone_is_said_where_it_is_asked_for(repeat: Scheduler, stream: 
     assert not inferred.outputs and not only.error_message
 
 
-def test_an_error_in_the_middle_ends_nothing(repeat: Scheduler, stream: Stream) -> None:
+def test_an_error_response_does_not_end_the_stream(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
     repeat.send(peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True))
     stream.end()
     first, mid, second, last = stream.call
     assert values([first, second]) == [("a", 1, False), ("a", 2, False)]
-    for said, text, final in ((mid, "mid", False), (last, "end", True)):
-        assert said.error_message == text
-        inferred = said.infer_response
+    for streamed, text, final in ((mid, "mid", False), (last, "end", True)):
+        assert streamed.error_message == text
+        inferred = streamed.infer_response
         assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "a")
         assert inferred.parameters["triton_final_response"].bool_param is final
         assert "triton_final_response" in inferred.parameters
 
 
-def test_a_request_that_fails_as_a_whole(repeat: Scheduler, stream: Stream) -> None:
+def test_a_failed_request_has_one_error_response(repeat: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
     repeat.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
@@ -168,7 +166,7 @@ def test_a_request_that_fails_as_a_whole(repeat: Scheduler, stream: Stream) -> N
     assert failed.infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_strict_mode_ends_with_an_error_in_the_middle(gateway: Rig, repeat: Scheduler) -> None:
+def test_an_error_response_ends_a_strict_stream(gateway: Rig, repeat: Scheduler) -> None:
     stream = Stream(gateway, (("triton_grpc_error", "true"),))
     stream.ask("a")
     stream.ask("b")
@@ -189,7 +187,7 @@ def _key(message: Any) -> Any:
     return m.Cancel(message.id) if isinstance(message, m.Cancel) else None
 
 
-def test_who_leaves_cancels_all_requests(gateway: Rig, repeat: Scheduler) -> None:
+def test_a_disconnect_cancels_all_requests(gateway: Rig, repeat: Scheduler) -> None:
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))
@@ -214,7 +212,7 @@ def until_granted(scheduler: Scheduler, number: int, least: int) -> None:
     until("there is credit", lambda: granted(scheduler, number) >= least)
 
 
-def test_credit_is_granted_for_what_is_read(repeat: Scheduler, stream: Stream) -> None:
+def test_credit_is_returned_for_responses_that_are_read(repeat: Scheduler, stream: Stream) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.ask("a")
     ((peer, a),) = asked(repeat, 1)
@@ -239,22 +237,24 @@ def test_credit_is_granted_for_what_is_read(repeat: Scheduler, stream: Stream) -
     assert len(grants) <= 1000 // 16
 
 
-def test_who_does_not_read_gets_no_credit(gateway: Rig, repeat: Scheduler, tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_receives_no_credit(
+    gateway: Rig, repeat: Scheduler, tmp_path: Path
+) -> None:
     """What gRPC takes from us before it waits for the client is bounded, and others go on."""
     deaf, other = Stream(gateway), Stream(gateway)
     deaf.ask("deaf")
     ((peer, number),) = asked(repeat, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
     message = m.Responded(number, "", "", *pack_inferred(big), False)
-    credit, sent, others = FIRST_CREDIT, 0, 0
+    credit, sent, count_of_other = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
         repeat.send(peer, *[message] * (credit - sent))
         sent = credit
-        others += 1
-        other.ask(f"other {others}")
-        peer, last = asked(repeat, 1 + others)[-1]
+        count_of_other += 1
+        other.ask(f"other {count_of_other}")
+        peer, last = asked(repeat, 1 + count_of_other)[-1]
         repeat.send(peer, response(last, sent, final=True))
-        assert values(take(other, 1)) == [(f"other {others}", sent, True)]
+        assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
         credit = FIRST_CREDIT + granted(repeat, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
@@ -291,13 +291,13 @@ def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Str
     arena.close()
 
 
-def test_a_single_call_is_refused(gateway: Rig, repeat: Scheduler) -> None:
+def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, repeat: Scheduler) -> None:
     """Even where a stream has shown what its request comes to."""
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))
-    for peer, asked_for in asked(repeat, 3):
-        repeat.send(peer, end(asked_for))
+    for peer, request_id in asked(repeat, 3):
+        repeat.send(peer, end(request_id))
     request = pb.ModelInferRequest(model_name="repeat", id="0")
     request.inputs.add(name="IN", datatype="INT32", shape=[1])
     request.raw_input_contents.append(bytes(4))

@@ -28,128 +28,138 @@ def timeout(value: bytes) -> CallHead:
     return head((b"grpc-timeout", value))
 
 
-def test_a_plain_call() -> None:
-    it = head()
-    assert it.path == "/inference.X/Y"
-    assert (it.refusal, it.status, it.timeout_s, it.data_size) == (None, 200, None, -1)
-    assert it.encoding == "identity"
-    assert list(it.metadata) == []
+def test_a_minimal_call_head() -> None:
+    parsed = head()
+    assert parsed.path == "/inference.X/Y"
+    assert (parsed.refusal, parsed.status, parsed.timeout_s, parsed.data_size) == (
+        None,
+        200,
+        None,
+        -1,
+    )
+    assert parsed.encoding == "identity"
+    assert list(parsed.metadata) == []
 
 
 # --- what is no call
 
 
 @pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc;charset=utf-8"])
-def test_kinds_of_calls(kind: bytes) -> None:
+def test_content_types_of_calls(kind: bytes) -> None:
     assert head(kind=kind).refusal is None
 
 
 @pytest.mark.parametrize("kind", [b"", b"text/html", b"application/json", b"application/grpc-web"])
-def test_what_is_no_call(kind: bytes) -> None:
-    it = head(kind=kind)
-    assert it.status == 415
-    assert it.refusal is not None and it.refusal[0] is StatusCode.UNKNOWN
+def test_other_requests_are_refused(kind: bytes) -> None:
+    parsed = head(kind=kind)
+    assert parsed.status == 415
+    assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNKNOWN
     assert CallHead(START).status == 415
 
 
-def test_another_method_than_post() -> None:
-    it = CallHead([(b":method", b"GET"), *START[1:], KIND])
-    assert it.status == 405
-    assert it.refusal is not None and it.refusal[0] is StatusCode.UNIMPLEMENTED
+def test_other_methods_than_post_are_refused() -> None:
+    parsed = CallHead([(b":method", b"GET"), *START[1:], KIND])
+    assert parsed.status == 405
+    assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNIMPLEMENTED
 
 
-def test_an_encoding_that_there_is_not() -> None:
+def test_an_unknown_encoding_is_refused() -> None:
     for name in ENCODINGS:
         assert head((b"grpc-encoding", name.encode())).refusal is None
     for wrong in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
-        it = head((b"grpc-encoding", wrong))
-        assert it.status == 200
-        assert it.refusal is not None and it.refusal[0] is StatusCode.UNIMPLEMENTED
-        assert len(it.refusal[1]) < 200  # the client's own words do not grow
+        parsed = head((b"grpc-encoding", wrong))
+        assert parsed.status == 200
+        assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNIMPLEMENTED
+        assert len(parsed.refusal[1]) < 200  # the client's own words do not grow
 
 
-def test_the_first_that_is_wrong_is_told() -> None:
-    it = head((b"grpc-encoding", b"br"), (b"grpc-timeout", b"x"), kind=b"text/html")
-    assert it.status == 415
+def test_the_first_error_is_reported() -> None:
+    parsed = head((b"grpc-encoding", b"br"), (b"grpc-timeout", b"x"), kind=b"text/html")
+    assert parsed.status == 415
 
 
 # --- deadlines
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("encoded", "seconds"),
     [
         *((b"1H", 3600), (b"2M", 120), (b"3S", 3), (b"4m", 4e-3), (b"5u", 5e-6), (b"6n", 6e-9)),
         *((b"0n", 0), (b"0S", 0), (b"007S", 7), (b"99999999S", 99999999), (b"99999999H", 1e9)),
         (b"9" * 29 + b"H", 1e9),
     ],
 )
-def test_deadlines(said: bytes, seconds: float) -> None:
-    it = timeout(said)
-    assert it.refusal is None
-    assert it.timeout_s == pytest.approx(seconds)
+def test_deadlines(encoded: bytes, seconds: float) -> None:
+    parsed = timeout(encoded)
+    assert parsed.refusal is None
+    assert parsed.timeout_s == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "encoded",
     [
         *(b"", b"1", b"S", b"-1S", b"+1S", b"1.5S", b"1s", b"1h", b" 1S", b"1S ", b"1 S", b"0x1S"),
         *(b"1SS", b"\xff1S", b"\xd9\xa1S", b"9" * 30 + b"S", b"9" * 5000 + b"S", b"1S\n"),
     ],
 )
-def test_what_is_no_deadline(said: bytes) -> None:
-    it = timeout(said)
-    assert it.refusal is not None and it.refusal[0] is StatusCode.INTERNAL
-    assert it.timeout_s is None
+def test_malformed_deadlines_are_refused(encoded: bytes) -> None:
+    parsed = timeout(encoded)
+    assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.INTERNAL
+    assert parsed.timeout_s is None
 
 
 # --- metadata
 
 
-def test_metadata_is_what_is_not_ours() -> None:
-    it = head(
+def test_metadata_excludes_protocol_fields() -> None:
+    parsed = head(
         *((b"b", b"2"), (b"user-agent", b"me"), (b"a", b"1"), (b"grpc-timeout", b"1S")),
         *((b"b", b"3"), (b"content-length", b"5"), (b"accept-encoding", b"gzip")),
         *((b"grpc-accept-encoding", b"gzip"), (b"grpc-trace-bin", b"AAAA")),
     )
-    assert list(it.metadata) == [("b", "2"), ("user-agent", "me"), ("a", "1"), ("b", "3")]
-    assert it.data_size == 5
-    assert it.metadata is it.metadata
+    assert list(parsed.metadata) == [("b", "2"), ("user-agent", "me"), ("a", "1"), ("b", "3")]
+    assert parsed.data_size == 5
+    assert parsed.metadata is parsed.metadata
 
 
 @given(st.binary(max_size=50), st.booleans())
 def test_binary_metadata(value: bytes, padded: bool) -> None:
     """Base64, with or without padding."""
     sent = base64.b64encode(value)
-    it = head((b"k-bin", sent if padded else sent.rstrip(b"=")))
-    assert list(it.metadata) == [("k-bin", value)]
+    parsed = head((b"k-bin", sent if padded else sent.rstrip(b"=")))
+    assert list(parsed.metadata) == [("k-bin", value)]
 
 
-def test_several_binary_values_in_one() -> None:
-    it = head((b"k-bin", b"YQ==, Yg,Yw=="), (b"k-bin", b"ZA"))
-    assert list(it.metadata) == [("k-bin", b"a"), ("k-bin", b"b"), ("k-bin", b"c"), ("k-bin", b"d")]
+def test_a_field_may_contain_several_binary_values() -> None:
+    parsed = head((b"k-bin", b"YQ==, Yg,Yw=="), (b"k-bin", b"ZA"))
+    assert list(parsed.metadata) == [
+        ("k-bin", b"a"),
+        ("k-bin", b"b"),
+        ("k-bin", b"c"),
+        ("k-bin", b"d"),
+    ]
 
 
-def test_what_is_not_base64() -> None:
+def test_malformed_base64_is_ignored() -> None:
     for wrong in (b"!", b"a", b"YQ=", b"Y\xff", b"YQ==="):
         assert list(head((b"k-bin", wrong), (b"a", b"b")).metadata)[-1] == ("a", "b")
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.binary(max_size=9)), max_size=5))
-def test_any_fields(fields: list[tuple[bytes, bytes]]) -> None:
+def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]]) -> None:
     """Whatever passes as fields of a request is a head, whose metadata is text or bytes."""
     sent = [*START, KIND, *fields]
     try:
-        it = CallHead(request_fields(sent))
+        parsed = CallHead(request_fields(sent))
     except StreamFault:
         return
-    for key, value in it.metadata:
+    for key, value in parsed.metadata:
         assert type(value) is (bytes if key.endswith("-bin") else str)
 
 
 def test_the_encodings_that_a_client_accepts() -> None:
-    it = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
-    assert it.accepts == {"identity", "gzip", "deflate", "x"}
+    parsed = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
+    assert parsed.accepts == {"identity", "gzip", "deflate", "x"}
     assert head().accepts == {""}
 
 
@@ -188,7 +198,7 @@ def test_the_trailers_of_a_response() -> None:
 
 
 @given(st.text(max_size=40))
-def test_any_text_of_a_status(text: str) -> None:
+def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
     """It is a field that is well-formed, and says what it said."""
     try:
         text.encode()
@@ -196,6 +206,6 @@ def test_any_text_of_a_status(text: str) -> None:
         return
     found = fields_of(call.trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in found])
-    said = dict(found).get(b"grpc-message", b"")
-    assert said.isascii()
-    assert unquote(said.decode()) == text
+    encoded = dict(found).get(b"grpc-message", b"")
+    assert encoded.isascii()
+    assert unquote(encoded.decode()) == text

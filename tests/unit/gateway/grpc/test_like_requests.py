@@ -30,7 +30,7 @@ from tests.support.messages import inference_of
 grpc_client = pytest.importorskip("tritonclient.grpc")
 
 # id, sequence, whether it begins and ends it
-SAID: list[tuple[str, int | str, bool, bool]] = [
+IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
     ("one", 7, True, False),
     ("two", 7, False, False),
     ("", 7, False, True),
@@ -72,9 +72,9 @@ def gateway(model: GatewayModel) -> Any:
 def check(asked: Callable[[Any], BuiltRequest]) -> None:
     works = set()
     for turn in range(5):
-        for said in SAID[turn % 2 :]:
-            request_id, sequence, start, end = said
-            built = asked(said)
+        for request_fields in IDENTITIES[turn % 2 :]:
+            request_id, sequence, start, end = request_fields
+            built = asked(request_fields)
             wire = built.infer_request
             assert (wire.id, wire.flags) == (request_id, start | end * 2)
             assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
@@ -83,11 +83,13 @@ def check(asked: Callable[[Any], BuiltRequest]) -> None:
     assert len(works) == 1
 
 
-def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: GatewayModel) -> None:
+def test_similar_http_requests_are_not_confused(
+    monkeypatch: pytest.MonkeyPatch, gateway: Any, model: GatewayModel
+) -> None:
     read = Read(monkeypatch, http, "parse_request")
 
-    def asked(said: Any) -> BuiltRequest:
-        request_id, sequence, start, end = said
+    def asked(request_fields: Any) -> BuiltRequest:
+        request_id, sequence, start, end = request_fields
         memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
         header["parameters"] = {**(memory_range if sequence else {}), "timeout": 5}
@@ -104,12 +106,14 @@ def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: Gateway
     assert read.count == 4 * 2
 
 
-def test_over_grpc(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
+def test_similar_grpc_requests_are_not_confused(
+    monkeypatch: pytest.MonkeyPatch, gateway: Any
+) -> None:
     read = Read(monkeypatch, grpc, "infer_request")
     inferences = grpc.Inferences(gateway)
 
-    def asked(said: Any) -> BuiltRequest:
-        request_id, sequence, start, end = said
+    def asked(request_fields: Any) -> BuiltRequest:
+        request_id, sequence, start, end = request_fields
         request = pb.ModelInferRequest(model_name="m", id=request_id)
         request.parameters["timeout"].int64_param = 5
         if isinstance(sequence, str):
@@ -147,20 +151,20 @@ ODD: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.mark.parametrize("form", ODD)
-def test_a_message_that_is_written_otherwise_is_read_as_it_is(gateway: Any, form: str) -> None:
+def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> None:
     """Ids and contents are what the message says, though its size is that of others."""
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
             raw = ODD[form](number)
-            said = pb.ModelInferRequest.FromString(raw)
+            request_fields = pb.ModelInferRequest.FromString(raw)
             built = inferences._read(raw, {}, streamed=False)
-            assert built.infer_request.id == said.id
+            assert built.infer_request.id == request_fields.id
             (tensor,) = inference_of(built).inputs
-            assert tensor.data == said.raw_input_contents[0]
+            assert tensor.data == request_fields.raw_input_contents[0]
 
 
-def test_ids_and_values_are_cut_where_they_are(
+def test_ids_and_values_are_cut_at_any_position(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
     """Whatever bytes are in them: those of fields, too. Few are looked at field by field: the first
@@ -182,7 +186,7 @@ def test_ids_and_values_are_cut_where_they_are(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: int) -> None:
+def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
     """Though messages of one size have them in one place."""
     named = _of("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
     plain = pb.ModelInferRequest(model_name="m")
@@ -196,7 +200,7 @@ def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: in
             raw, seen = (named, two)[which], built[which]
             parts = split(raw)
             assert parts is not None
-            known: Any = SimpleNamespace(
+            template: Any = SimpleNamespace(
                 fill=lambda datas, seen=seen: (
                     seen.contents.append(list(datas))
                     or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
@@ -207,7 +211,7 @@ def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: in
             if found is None:
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
-                prepared.remember(parts, request, model, known)
+                prepared.store(parts, request, model, template)
     assert built[0].contents == [[b"x"]] * 3
     assert built[1].contents == [[b"i", b"x"]] * 3
 
@@ -227,9 +231,13 @@ def test_each_grpc_response_has_its_own_id(served: Rig) -> None:
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))
         inputs[-1].set_data_from_numpy(np.ones((1, 16), np.int32))
     with grpc_client.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
-        for request_id, sequence, start, end in SAID * 3:
-            told = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-            result = client.infer("simple", inputs, request_id=request_id, **told)
+        for request_id, sequence, start, end in IDENTITIES * 3:
+            sequence_parameters = {
+                "sequence_id": sequence,
+                "sequence_start": start,
+                "sequence_end": end,
+            }
+            result = client.infer("simple", inputs, request_id=request_id, **sequence_parameters)
             assert result.get_response().id == request_id
             assert result.as_numpy("OUTPUT0").tolist() == [[2] * 16]
             submit = scheduler.submits[-1]

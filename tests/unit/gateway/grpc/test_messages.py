@@ -20,7 +20,6 @@ from shmserve.gateway.grpc.calls.messages import (
     BrokenMessage,
     Deflater,
     Received,
-    Sink,
     framed,
     inflated,
 )
@@ -29,7 +28,7 @@ from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 
 WINDOW = 1 << 20
 HEAD = CallHead([(b":method", b"POST"), (b":path", b"/x"), (b"content-type", b"application/grpc")])
-Sinks = Callable[[CallHead, int], Sink | None]
+Sinks = Callable[[CallHead, int], Any]
 
 
 def message(data: bytes, *, compressed: bool = False) -> bytes:
@@ -53,7 +52,9 @@ def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Receiv
     st.lists(st.tuples(st.binary(max_size=200), st.booleans()), max_size=6),
     st.lists(st.integers(1, 300), min_size=1, max_size=10),
 )
-def test_however_they_are_cut(sent: list[tuple[bytes, bool]], steps: list[int]) -> None:
+def test_messages_are_assembled_for_any_split(
+    sent: list[tuple[bytes, bool]], steps: list[int]
+) -> None:
     stream = b"".join(message(data, compressed=flag) for data, flag in sent)
     pieces: list[bytes] = []
     at = 0
@@ -69,7 +70,7 @@ def test_however_they_are_cut(sent: list[tuple[bytes, bool]], steps: list[int]) 
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
 )
 @example([b"", b"x"], [(5, 0), (1, 1)])
-def test_whenever_they_are_taken(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
+def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
     """What is not taken at once is there later, in its order, out of the buffer that it came in."""
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
@@ -96,7 +97,7 @@ def test_pieces_of_all_sizes_are_one_message() -> None:
     assert assemble([PREFIX.pack(0, len(data)), *cut])[0].data == data
 
 
-def test_tiny_pieces_take_no_more_than_what_is_in_them() -> None:
+def test_tiny_pieces_use_no_additional_memory() -> None:
     """A message of a megabyte in pieces of a byte each."""
     assembly = Assembly(WINDOW, HEAD, None)
     fed(assembly, PREFIX.pack(0, 1 << 20))
@@ -107,7 +108,7 @@ def test_tiny_pieces_take_no_more_than_what_is_in_them() -> None:
     assert fed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 
-def test_what_is_wanted_beyond_the_window() -> None:
+def test_a_large_message_requests_a_window_update() -> None:
     """A message that fits needs nothing; of a larger one, all that the window might not hold."""
     for size in (0, 1, WINDOW - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
@@ -119,7 +120,7 @@ def test_what_is_wanted_beyond_the_window() -> None:
     assert assembly.begun == PREFIX.size
 
 
-def test_what_is_granted_is_told_with_the_message() -> None:
+def test_a_message_reports_its_window_updates() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
     (found,) = fed(assembly, message(bytes(size)))
@@ -128,13 +129,13 @@ def test_what_is_granted_is_told_with_the_message() -> None:
 
 
 @pytest.mark.parametrize("flag", [2, 3, 128, 255])
-def test_a_flag_that_there_is_not(flag: int) -> None:
+def test_an_unknown_flag_is_refused(flag: int) -> None:
     with pytest.raises(BrokenMessage) as caught:
         assemble([PREFIX.pack(flag, 0)])
     assert caught.value.ending[0] is StatusCode.INTERNAL
 
 
-def test_too_large_a_message() -> None:
+def test_a_message_that_is_too_large_is_refused() -> None:
     """By what it says of itself, before anything is kept for it."""
     assembly = Assembly(WINDOW, HEAD, None)
     fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
@@ -165,7 +166,7 @@ class Kept:
         self.dropped = True
 
 
-def test_large_messages_go_where_they_are_to_be() -> None:
+def test_large_messages_are_received_by_a_sink() -> None:
     asked: list[int] = []
     sinks: list[Kept] = []
 
@@ -187,8 +188,8 @@ def test_large_messages_go_where_they_are_to_be() -> None:
     assert not any(sink.dropped for sink in sinks)
 
 
-def test_a_large_message_that_is_given_up() -> None:
-    sink = Kept()
+def test_a_dropped_message_releases_its_sink() -> None:
+    sink: Any = Kept()
     assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
     fed(assembly, PREFIX.pack(0, LARGE) + b"some")
     assembly.drop()
@@ -205,7 +206,7 @@ def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
 
 
 @given(st.binary(max_size=2000), st.sampled_from(["gzip", "deflate"]), st.integers(0, 9))
-def test_what_is_deflated_is_inflated(data: bytes, encoding: str, level: int) -> None:
+def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int) -> None:
     prefix, sent = Deflater(level).framed(data, encoding)
     flag, size = PREFIX.unpack(prefix)
     assert size == len(sent)
@@ -233,13 +234,13 @@ def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     assert turns >= size // LARGE
 
 
-def test_the_encodings_are_what_they_are_called() -> None:
+def test_encodings_have_their_standard_formats() -> None:
     data = b"abc" * 1000
     assert gzip.decompress(Deflater(6).framed(data, "gzip")[1]) == data
     assert zlib.decompress(Deflater(6).framed(data, "deflate")[1]) == data
 
 
-def test_the_encoding_for_a_client() -> None:
+def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
     deflater = Deflater(6)
     assert deflater.encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
     assert deflater.encoding(frozenset(["deflate"])) == "deflate"
@@ -247,7 +248,7 @@ def test_the_encoding_for_a_client() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_bomb(encoding: str) -> None:
+def test_a_decompression_bomb_is_refused(encoding: str) -> None:
     """What would be larger than the limit, of however few bytes."""
     _, bomb = Deflater(9).framed(bytes(50 << 20), encoding)
     with pytest.raises(BrokenMessage) as caught:
@@ -255,7 +256,7 @@ def test_a_bomb(encoding: str) -> None:
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_bombs_at_once() -> None:
+async def test_concurrent_decompression_bombs_are_refused() -> None:
     """Each is within the limit; what they would take together is not there."""
     size = 4 << 20
     _, bomb = Deflater(9).framed(bytes(size), "gzip")
@@ -271,7 +272,7 @@ async def test_bombs_at_once() -> None:
     assert len(fine) + len(refused) == 20
 
 
-def test_what_is_not_compressed_as_is_said() -> None:
+def test_data_in_another_encoding_is_refused() -> None:
     small = gzip.compress(b"x" * 100)
     for broken in (b"", b"x", small[:-1], small[:5], small[:-4] + b"1234"):
         with pytest.raises(BrokenMessage):
@@ -281,7 +282,7 @@ def test_what_is_not_compressed_as_is_said() -> None:
     assert caught.value.ending[0] is StatusCode.INTERNAL
 
 
-def test_a_message_as_it_is_sent() -> None:
+def test_a_framed_message() -> None:
     assert framed(b"abc") == (b"\0\0\0\0\3", b"abc")
     assert framed(b"") == (bytes(5), b"")
 
@@ -289,16 +290,16 @@ def test_a_message_as_it_is_sent() -> None:
 # --- the arrival of one
 
 
-def test_a_message_that_others_need_the_memory_of() -> None:
+def test_a_slow_message_is_evicted() -> None:
     evicted: list[int] = []
     budget = BodyBudget(1000, MallocTrim())
     arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
-    arriving.hold(500)
+    arriving.reserve(500)
     arriving.evict()
     assert evicted == [1]
 
 
-def test_patience_grows_with_what_came() -> None:
+def test_the_time_limit_grows_with_received_bytes() -> None:
     arriving = ArrivingMessage(10.0, BodyBudget(1000, MallocTrim()), lambda: None)
     assert not arriving.overdue(arriving.began + 9)
     assert arriving.overdue(arriving.began + 11)

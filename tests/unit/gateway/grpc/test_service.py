@@ -46,25 +46,25 @@ def request(ident: str = "one") -> pb.ModelInferRequest:
     return made
 
 
-def test_a_request_is_known_by_all_but_its_tensors() -> None:
+def test_a_fingerprint_excludes_the_tensors() -> None:
     plain = request()
     plain.raw_input_contents.extend([b"a" * 64, b"b" * 200])
     other = request()
     other.raw_input_contents.extend([b"c" * 64, b"d" * 200])
-    found, same = split(plain.SerializeToString()), split(other.SerializeToString())
-    assert found is not None and same is not None
-    assert found[0] == same[0]
+    found, identical = split(plain.SerializeToString()), split(other.SerializeToString())
+    assert found is not None and identical is not None
+    assert found[0] == identical[0]
     assert found[1] == [b"a" * 64, b"b" * 200]
     longer = request()
     longer.raw_input_contents.extend([b"a" * 65, b"b" * 199])
-    else_said = request()
-    else_said.parameters["key"].string_param = "other"
-    for changed in (longer, else_said):
+    with_other_parameter = request()
+    with_other_parameter.parameters["key"].string_param = "other"
+    for changed in (longer, with_other_parameter):
         found = split(changed.SerializeToString())
-        assert found is not None and found[0] != same[0]
+        assert found is not None and found[0] != identical[0]
 
 
-def test_one_without_raw_contents_is_known_as_a_whole() -> None:
+def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:
     raw = request("").SerializeToString()
     assert split(raw) == ((raw, ()), [], ANONYMOUS)
     assert split(request("one").SerializeToString()) == (
@@ -81,10 +81,10 @@ def test_one_without_raw_contents_is_known_as_a_whole() -> None:
         *(b"\x3a\x00\x3a", b"\x3a\x80", b"\x3a\x83\x80\x80\x80\x80\x00abc"),
     ],
 )
-def test_what_is_written_otherwise_takes_the_long_way(junk: bytes) -> None:
+def test_other_notations_have_no_fingerprint(junk: bytes) -> None:
     assert split(junk) is None
 
 
-def test_a_header_behind_the_tensors_takes_the_long_way() -> None:
+def test_fields_after_the_tensors_have_no_fingerprint() -> None:
     made = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
     assert split(made.SerializeToString() + request().SerializeToString()) is None

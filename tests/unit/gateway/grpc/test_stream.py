@@ -70,7 +70,7 @@ def streaming(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, A
     return stream_infer(inferences, call, patience_s)
 
 
-def test_a_refusal_that_waits_holds_nothing() -> None:
+def test_a_queued_refusal_keeps_no_references() -> None:
     """Its request can be large, and many may wait behind a slow one."""
 
     def refuse(raw: bytes) -> None:
@@ -81,12 +81,12 @@ def test_a_refusal_that_waits_holds_nothing() -> None:
 
     with pytest.raises(RequestRefused) as caught:
         refuse(b"large")
-    refused = caught.value.bare()
+    refused = caught.value.without_traceback()
     for error in (refused, refused.error):
         assert error.__traceback__ is None and error.__context__ is None
 
 
-def test_who_does_not_read_is_cut_off() -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     """R15: what waits behind a response that is not taken is given up."""
     cancelled: list[str] = []
 
@@ -124,7 +124,7 @@ def test_who_does_not_read_is_cut_off() -> None:
 @pytest.mark.parametrize(
     ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
 )
-def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> None:
+def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int) -> None:
     """The others are not even read; one is, however large it is."""
     cancelled: list[str] = []
     request = bytes(size)
@@ -146,7 +146,7 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     assert asked == most + 1  # one was answered
 
 
-def test_memory_is_given_back_when_the_call_is_over() -> None:
+def test_memory_is_trimmed_when_the_call_ends() -> None:
     """The call may hold much of it until then, long after the stream was given up."""
 
     class Inferences(Taking):
@@ -168,7 +168,7 @@ def test_memory_is_given_back_when_the_call_is_over() -> None:
     assert byte_size >= 3000
 
 
-def test_a_request_that_cannot_be_taken_fails_the_call() -> None:
+def test_an_error_of_the_reader_fails_the_call() -> None:
     """Its client would wait for a response, or take the stream for complete."""
 
     class Inferences(Taking):

@@ -70,7 +70,7 @@ def connected(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_both_ways(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
+def test_data_passes_in_both_directions(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
     client, layer = Client(["http/1.1", "h2"], version), TlsLayer(context)
     assert not layer.ready
     client.shake_hands(layer)
@@ -83,7 +83,7 @@ def test_both_ways(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
     assert client.read() == b"a response and more"
 
 
-def test_what_comes_with_the_end_of_the_handshake(context: ssl.SSLContext) -> None:
+def test_data_may_follow_the_handshake_in_one_packet(context: ssl.SSLContext) -> None:
     client, layer = Client(["h2"]), TlsLayer(context)
     while True:
         try:
@@ -98,7 +98,7 @@ def test_what_comes_with_the_end_of_the_handshake(context: ssl.SSLContext) -> No
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
-def test_however_it_is_cut(context: ssl.SSLContext, steps: list[int]) -> None:
+def test_records_are_decrypted_for_any_split(context: ssl.SSLContext, steps: list[int]) -> None:
     client, layer = connected(context)
     data = bytes(range(256)) * 600
     client.tls.write(data)
@@ -120,7 +120,7 @@ def test_large_data(context: ssl.SSLContext) -> None:
 
 
 @pytest.mark.parametrize("protocols", [[], ["http/1.1"]])
-def test_who_does_not_speak_http2(context: ssl.SSLContext, protocols: list[str]) -> None:
+def test_clients_without_http2_are_refused(context: ssl.SSLContext, protocols: list[str]) -> None:
     client, layer = Client(protocols), TlsLayer(context)
     with pytest.raises(BrokenTls):
         client.shake_hands(layer)
@@ -129,7 +129,7 @@ def test_who_does_not_speak_http2(context: ssl.SSLContext, protocols: list[str])
 
 @given(st.binary(min_size=5, max_size=100))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-def test_who_does_not_speak_tls(context: ssl.SSLContext, data: bytes) -> None:
+def test_clients_without_tls_are_refused(context: ssl.SSLContext, data: bytes) -> None:
     layer = TlsLayer(context)
     with contextlib.suppress(BrokenTls):
         assert layer.receive(data) == b""
@@ -138,12 +138,12 @@ def test_who_does_not_speak_tls(context: ssl.SSLContext, data: bytes) -> None:
     layer.close()
 
 
-def test_plain_http2(context: ssl.SSLContext) -> None:
+def test_http2_without_tls_is_refused(context: ssl.SSLContext) -> None:
     with pytest.raises(BrokenTls):
         TlsLayer(context).receive(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
 
-def test_a_record_that_is_not_what_was_sent(context: ssl.SSLContext) -> None:
+def test_a_corrupt_record_is_refused(context: ssl.SSLContext) -> None:
     client, layer = connected(context)
     client.tls.write(b"a request")
     sent = bytearray(client.outgoing.read())
@@ -162,7 +162,7 @@ def test_certificates_of_clients(mutual: ssl.SSLContext, keys: Path) -> None:
             stranger.shake_hands(TlsLayer(mutual))
 
 
-def test_the_end(context: ssl.SSLContext) -> None:
+def test_closing_tls_is_accepted(context: ssl.SSLContext) -> None:
     """Each side says so; nothing that is said late is a fault of ours."""
     client, layer = connected(context)
     layer.close()

@@ -43,7 +43,7 @@ def rpcs(module: Any) -> list[tuple[object, ...]]:
     ]
 
 
-def test_the_service_is_tritons() -> None:
+def test_the_service_is_that_of_triton() -> None:
     """Both live in this process, and have the same messages, fields, numbers and RPCs."""
     mine, other = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, theirs))
     assert fields(mine) == fields(other) and len(fields(mine)) > 100
@@ -75,7 +75,7 @@ def test_parameters() -> None:
     assert (wire.timeout_us, wire.parameters) == (5, {"mine": "x"})
 
 
-def test_narrow_integers_are_cut_off() -> None:
+def test_narrow_integers_wrap() -> None:
     made = request()
     tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
     tensor.contents.int_contents.extend([257, -129])
@@ -117,7 +117,7 @@ def test_classification() -> None:
         infer_request(output(string_param="1"))
 
 
-def test_what_a_plan_goes_by() -> None:
+def test_the_key_of_a_fingerprint() -> None:
     made = request()
     made.inputs.add(name="x", datatype="INT8", shape=[200])
     made.raw_input_contents.append(bytes(200))
@@ -145,7 +145,7 @@ PLACES = st.fixed_dictionaries(
 
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
 @given(st.text(max_size=200), PLACES)
-def test_what_a_request_alone_says_is_no_part_of_its_plan(
+def test_the_identity_is_not_part_of_the_fingerprint(
     request_id: str, memory_ranges: dict[str, str]
 ) -> None:
     """Whatever its id and its place in a sequence: they are what the whole message says."""
@@ -169,12 +169,12 @@ def test_what_a_request_alone_says_is_no_part_of_its_plan(
     "parameters",
     [{"sequence_start": "int64:1"}, {"sequence_id": "bool:True"}, {"sequence_else": "int64:1"}],
 )
-def test_other_words_for_a_place_take_the_long_way(parameters: dict[str, str]) -> None:
+def test_other_notations_of_a_sequence_have_no_fingerprint(parameters: dict[str, str]) -> None:
     assert split(request(**parameters).SerializeToString()) is None
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_no_plan_or_one(raw: bytes) -> None:
+def test_arbitrary_bytes_have_at_most_one_fingerprint(raw: bytes) -> None:
     parts = split(raw)
     if parts is not None:
         (head, sizes), contents, _ = parts
@@ -184,13 +184,13 @@ def test_any_bytes_are_no_plan_or_one(raw: bytes) -> None:
 
 
 @given(st.integers(0, 2**62))
-def test_numbers_as_protobuf_writes_them(value: int) -> None:
+def test_varints_are_those_of_protobuf(value: int) -> None:
     tag = b"\x20"  # field 4
     message = ours.ModelStatistics.FromString(tag + varint(value))
     assert message.inference_count == value
 
 
-def test_responses_in_a_stream() -> None:
+def test_messages_of_a_stream() -> None:
     inner = ours.ModelInferResponse(id="7", model_name="m" * 300)
     parsed = theirs.ModelStreamInferResponse.FromString(streamed(inner.SerializeToString()))
     assert parsed.infer_response.id == "7" and parsed.infer_response.model_name == "m" * 300
@@ -209,7 +209,7 @@ def test_responses_in_a_stream() -> None:
     st.lists(st.binary(max_size=300), min_size=1, max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(0, 9) | st.booleans(), max_size=2),
 )
-def test_a_template_gives_what_is_encoded(
+def test_a_template_equals_the_encoder(
     request_id: str, contents: list[bytes], parameters: dict[str, Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
@@ -235,7 +235,7 @@ def test_a_template_gives_what_is_encoded(
 @pytest.mark.parametrize("datatype", ["UINT8", "BYTES"])
 @pytest.mark.parametrize("placed", [(), ("Y", "Z")])
 @pytest.mark.parametrize("data", [[], [b"a"], [b"a", b"b", b"c"], [b"a", 5], [b"a", None]])
-def test_a_template_is_not_filled_with_data_of_another_number_or_kind(
+def test_a_template_rejects_other_data(
     datatype: str, placed: tuple[str, ...], data: list[Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")

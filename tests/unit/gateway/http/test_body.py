@@ -64,7 +64,7 @@ class Client:
         """Have a block of the arena and wait for what goes into it."""
         holds = resources_in(arena)
         try:
-            with self.body.arrival.keeping(holds.release):
+            with self.body.arrival.registered_block(holds.release):
                 (memory_range,) = holds.allocate([size])
                 await self.body.read_tensors(tensors([arena.view(memory_range)]))
         finally:
@@ -102,7 +102,7 @@ async def started(
     return tasks
 
 
-def test_only_who_has_such_memory_is_evicted(make_clock: Callable[[], Clock]) -> None:
+def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], Clock]) -> None:
     """Memory for JSON is none for tensors: who has none of what is wanted goes on."""
 
     async def run(arena: Arena) -> None:
@@ -128,14 +128,14 @@ def test_only_who_has_such_memory_is_evicted(make_clock: Callable[[], Clock]) ->
         asyncio.run(run(arena))
 
 
-def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock]) -> None:
+def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> None:
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()
         holds = resources_in(arena)
         (memory_range,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
-        with client.body.arrival.keeping(holds.release):
+        with client.body.arrival.registered_block(holds.release):
             await client.body.next()
             await clock.advance(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
@@ -148,7 +148,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
         asyncio.run(run(arena))
 
 
-def test_who_is_out_of_time_anyway_is_evicted(make_clock: Callable[[], Clock]) -> None:
+def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]) -> None:
     """Between the end of its time and the moment at which it knows."""
 
     async def run(arena: Arena) -> None:
@@ -177,7 +177,7 @@ def test_who_is_out_of_time_anyway_is_evicted(make_clock: Callable[[], Clock]) -
         asyncio.run(run(arena))
 
 
-def test_thousands_are_evicted_at_once() -> None:
+def test_thousands_of_bodies_are_evicted_at_once() -> None:
     """The loop answers nobody meanwhile."""
 
     async def run(arena: Arena) -> None:
@@ -187,7 +187,7 @@ def test_thousands_are_evicted_at_once() -> None:
                 holds = resources_in(arena)
                 holds.allocate([16 << 10])
                 stack.callback(holds.release)  # some may stay, where the rest is room enough
-                stack.enter_context(client.body.arrival.keeping(holds.release))
+                stack.enter_context(client.body.arrival.registered_block(holds.release))
                 client.body.arrival._waited_s = 1.0
             began = time.monotonic()
             holds = resources_in(arena)

@@ -239,7 +239,7 @@ def replies(written: bytes) -> list[Any]:
         max_size=4,
     ),
 )
-def test_every_request_is_answered_with_its_own(
+def test_every_request_receives_its_own_response(
     asked: list[Asked],
     cuts: list[tuple[int, int]],
     behind: list[bool],
@@ -281,7 +281,7 @@ _OFFERS = (
     st.lists(st.tuples(st.sampled_from(_OFFERS), st.sampled_from(_BODIES)), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 12)), max_size=8),
 )
-def test_offers_of_other_protocols_lose_no_request_in_silence(
+def test_upgrade_offers_lose_no_request(
     asked: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
 ) -> None:
     """Every request has its own answer until an answer closes the connection."""
@@ -307,7 +307,7 @@ def test_offers_of_other_protocols_lose_no_request_in_silence(
     assert closes or len(found) == len(wanted)
 
 
-def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
+def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
     async def first(request: HttpRequest) -> HttpResponse:
@@ -332,7 +332,7 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
 
 
-async def test_what_was_found_of_a_head_is_kept_no_longer_than_the_tokens() -> None:
+async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
     async def first(request: HttpRequest) -> HttpResponse:
@@ -369,7 +369,7 @@ async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Under
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
-async def test_a_client_that_leaves_gives_up_what_is_under_way(*, taken_over: bool) -> None:
+async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -> None:
     """Also where the task was to take it over, and has not come to it."""
     connection, _, underway = await begun((-1, False))
     if taken_over:
@@ -379,7 +379,7 @@ async def test_a_client_that_leaves_gives_up_what_is_under_way(*, taken_over: bo
     assert (underway.cancelled, app_of(connection).active) == (True, 0)
 
 
-async def test_a_request_that_fails_at_once_is_answered_by_the_task() -> None:
+async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     """It is begun, and not handled a second time."""
     repeats = Repeats((AT_ONCE, False))
     connection, transport = connected(repeats)
@@ -393,7 +393,7 @@ async def test_a_request_that_fails_at_once_is_answered_by_the_task() -> None:
     assert (len(repeats.begun), app_of(connection).active) == (2, 0)
 
 
-async def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> None:
+async def test_a_closing_connection_receives_no_response() -> None:
     connection, transport, underway = await begun((-1, True))
     before = len(transport.written)
     connection.force_close()
@@ -404,7 +404,7 @@ async def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> No
     assert (len(transport.written) - before, app_of(connection).active) == (0, 0)
 
 
-async def test_a_client_that_does_not_read_what_was_written_without_a_task_is_cut_off() -> None:
+async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
     """Though it asks for nothing more."""
 
     aborted = asyncio.Event()
@@ -426,7 +426,7 @@ async def test_a_client_that_does_not_read_what_was_written_without_a_task_is_cu
 
 @pytest.mark.parametrize("meanwhile", [0, 20])
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_is_known_may_stand_in_the_middle_of_something(apart: bool, meanwhile: int) -> None:
+def test_a_known_head_inside_another_request_is_ignored(apart: bool, meanwhile: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
     known = packed("POST", "/a", (), b"{}", "length")
     half = b"POST /b HTTP/1.1\r\nX-Long: "
@@ -437,7 +437,7 @@ def test_what_is_known_may_stand_in_the_middle_of_something(apart: bool, meanwhi
     assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
-async def test_who_asks_on_and_on_takes_turns_with_others() -> None:
+async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
     greedy, other = connected(), connected()
     await asyncio.sleep(0)
@@ -457,7 +457,7 @@ async def test_who_asks_on_and_on_takes_turns_with_others() -> None:
     assert after == 100
 
 
-async def test_what_is_behind_the_last_request_keeps_no_connection_from_making_room() -> None:
+async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
     """One that is on its way out, and waits for its client to read, counts as idle."""
     connection, transport = connected()
     await asyncio.sleep(0)
@@ -476,7 +476,7 @@ async def settle(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
+async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """One coarse clock a connection: it ends only what was there during all of its time."""
     known = packed("POST", "/a", (), b"{}", "length")
     connection, transport = connected()
@@ -497,7 +497,7 @@ async def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
     assert len(replies(transport.written)) == 4
 
 
-async def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
+async def test_each_request_has_its_own_time_limit() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
     first, second = (
         packed("POST", "/a", (), b"{}", "length"),
@@ -527,7 +527,7 @@ async def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1])
-async def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
+async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
     known = packed("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
@@ -553,7 +553,7 @@ async def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) ->
 
 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
-def test_a_client_that_does_not_read_does_not_put_off_the_end(
+def test_a_client_that_does_not_read_does_not_delay_the_close(
     end: Callable[[Any], None],
 ) -> None:
     """Its connection would be beyond every limit for as long as it likes."""

@@ -27,12 +27,12 @@ class PeerConnections:
         self._connect = connect
         self._socks: list[socket.socket] = []
 
-    def open(self, count: int, says: bytes = b"") -> None:
+    def open(self, count: int, sent: bytes = b"") -> None:
         """So many more."""
         for _ in range(count):
             self._socks.append(self._connect())
             with contextlib.suppress(ConnectionError):
-                self._socks[-1].sendall(says)
+                self._socks[-1].sendall(sent)
 
     def arrive(self) -> None:
         """One more, which is answered: so all before it have been let in, or not."""
@@ -80,7 +80,7 @@ def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnecti
     return made
 
 
-def test_an_address_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
+def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     """Beyond it, what is idle for longest makes room among its own."""
     listener = socket.create_server(("0.0.0.0", 0))
     gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
@@ -101,7 +101,9 @@ def test_an_address_has_a_share(folder: Path, stack: contextlib.ExitStack) -> No
     assert one.served() == SHARE
 
 
-def test_who_sends_half_of_everything_is_refused(folder: Path, stack: contextlib.ExitStack) -> None:
+def test_incomplete_requests_are_evicted_or_refused(
+    folder: Path, stack: contextlib.ExitStack
+) -> None:
     """Nothing of theirs is idle, and nothing of others' is ended for it."""
     listener = socket.create_server(("0.0.0.0", 0))
     gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
@@ -112,7 +114,7 @@ def test_who_sends_half_of_everything_is_refused(folder: Path, stack: contextlib
     assert one.served() == 8
 
 
-def test_on_loopback_all_are_one_crowd(folder: Path, stack: contextlib.ExitStack) -> None:
+def test_loopback_has_no_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     """There an address tells nothing about a client."""
     gateway = stack.enter_context(rig(folder, max_connections=MOST))
     gateway.open()
@@ -122,7 +124,7 @@ def test_on_loopback_all_are_one_crowd(folder: Path, stack: contextlib.ExitStack
 
 
 @needs_users
-def test_a_user_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
+def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     path = folder / "socket"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -162,5 +164,5 @@ def test_a_user_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
         ("", ""),
     ],
 )
-def test_whose_address_it_is(address: str, expected: str) -> None:
+def test_ipv6_addresses_share_the_quota_of_their_network(address: str, expected: str) -> None:
     assert network(address) == expected

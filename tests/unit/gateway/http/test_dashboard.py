@@ -35,7 +35,7 @@ def run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How often the schedulers were asked; a model more answers each time, and looks follow one
     another at once."""
     asked: list[float] = []
@@ -79,29 +79,31 @@ def no_counters() -> None:
 def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
     """A story beside a publisher of events, with nothing left at its end."""
 
-    async def told_whole() -> None:
+    async def whole_events() -> None:
         holder: list[EventFeed] = []
         publisher = EventPublisher()
-        publisher.open(endpoints.events(run_dir), lambda *news: holder[0].subscribed(*news))
+        publisher.open(
+            endpoints.events(run_dir), lambda *next_events: holder[0].subscribed(*next_events)
+        )
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)
         holder.append(
             EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters)
         )
         publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
-        mine = asyncio.all_tasks()
+        own_events = asyncio.all_tasks()
         try:
             await story(feed(run_dir))
             async with asyncio.timeout(5):
-                while asyncio.all_tasks() - mine:  # noqa: ASYNC110
+                while asyncio.all_tasks() - own_events:  # noqa: ASYNC110
                     await asyncio.sleep(0)
         finally:
             publisher.close()
 
-    asyncio.run(told_whole())
+    asyncio.run(whole_events())
 
 
-def test_two_viewers_share_one_look(run_dir: Path, looks: list[float]) -> None:
+def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as one:
             first = await told(one)
@@ -110,15 +112,15 @@ def test_two_viewers_share_one_look(run_dir: Path, looks: list[float]) -> None:
             assert "ProcessEnded" in [event["event"] for event in first["events"]]
             async with contextlib.aclosing(feed._events()) as two:
                 assert (await told(two))["whole"]
-                before = len(looks)
-                news = [await told(one), await told(two)]
-                assert news[0]["models"]["a/1"]["recent"]["rate"] > 0
-                assert len(looks) <= before + 3, "each viewer has looks of its own"
+                before = len(snapshots)
+                next_events = [await told(one), await told(two)]
+                assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
+                assert len(snapshots) <= before + 3, "each viewer has looks of its own"
 
     run(run_dir, story)
 
 
-def test_what_does_not_change_is_not_sent_again(run_dir: Path, looks: list[float]) -> None:
+def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
             await told(viewer)
@@ -130,7 +132,9 @@ def test_what_does_not_change_is_not_sent_again(run_dir: Path, looks: list[float
     run(run_dir, story)
 
 
-def test_who_missed_a_look_is_told_all(run_dir: Path, looks: list[float]) -> None:
+def test_a_viewer_that_missed_a_snapshot_receives_the_whole(
+    run_dir: Path, snapshots: list[float]
+) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with (
             contextlib.aclosing(feed._events()) as slow,
@@ -144,9 +148,9 @@ def test_who_missed_a_look_is_told_all(run_dir: Path, looks: list[float]) -> Non
     run(run_dir, story)
 
 
-def test_nothing_runs_while_nobody_watches(run_dir: Path, looks: list[float]) -> None:
+def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
-        assert feed._task is None and not looks
+        assert feed._task is None and not snapshots
         for _ in range(2):
             async with contextlib.aclosing(feed._events()) as viewer:
                 await told(viewer)
@@ -155,7 +159,7 @@ def test_nothing_runs_while_nobody_watches(run_dir: Path, looks: list[float]) ->
     run(run_dir, story)
 
 
-def test_a_server_that_goes_lets_its_viewers_go(run_dir: Path, looks: list[float]) -> None:
+def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
             await told(viewer)
@@ -166,20 +170,20 @@ def test_a_server_that_goes_lets_its_viewers_go(run_dir: Path, looks: list[float
     run(run_dir, story)
 
 
-def test_who_may_not_watch(run_dir: Path) -> None:
+def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
     async def story(feed: live.LiveFigures) -> None:
         gateway: Any = None
         other: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
-        with pytest.raises(PermissionDenied, match="another site's page"):
+        with pytest.raises(PermissionDenied, match="pages of other origins"):
             await feed.respond(gateway, other)
         feed._viewers = 32
-        with pytest.raises(QueueFull, match="32 watch this server already"):
+        with pytest.raises(QueueFull, match="32 already watch this server"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 
     run(run_dir, story)
 
 
-def test_the_policy_allows_what_is_in_the_page_alone() -> None:
+def test_the_policy_allows_only_the_content_of_the_page() -> None:
     body, headers = live._page()
     policy = dict(re.findall(r"([a-z]+-src) ([^;\r]+)", headers.decode()))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"

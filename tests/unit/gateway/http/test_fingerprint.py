@@ -14,8 +14,8 @@ from shmserve.gateway.http.json.fingerprint import (
     Cache,
     Fingerprint,
     cut_identity,
-    remember,
     repeat,
+    store_template,
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
@@ -34,7 +34,7 @@ def header(memory_range: str) -> bytes:
 
 @pytest.mark.parametrize("space", ["", " "])
 @pytest.mark.parametrize("sequence", [1, 2**64 - 1, "a text"])
-def test_the_place_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> None:
+def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> None:
     """Headers that differ in it alone have one key, and mean what they say."""
     keys = set()
     for start in (False, True):
@@ -69,7 +69,7 @@ def test_the_id_is_cut_out(request_id: str) -> None:
     assert cut_identity(last) == (last, None)
 
 
-def test_an_id_and_a_place_are_cut_out_together() -> None:
+def test_id_and_position_are_cut_out_together() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(memory_range)[1:]
     key, found = cut_identity(text)
@@ -79,7 +79,7 @@ def test_an_id_and_a_place_are_cut_out_together() -> None:
     assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
 
 
-def test_what_is_long_is_not_searched() -> None:
+def test_long_headers_are_not_searched() -> None:
     text = b'{"id":"7",' + b" " * 70_000 + header('"other":2')[1:]
     assert cut_identity(text) == (text, None)
 
@@ -96,11 +96,11 @@ def test_what_is_long_is_not_searched() -> None:
         '"sequence_id":5,"sequence_start":true,"sequence_end":true,"sequence_id":6',
     ],
 )
-def test_other_words_for_it_take_the_long_way(memory_range: str) -> None:
+def test_other_notations_are_not_cut(memory_range: str) -> None:
     assert cut_identity(header(memory_range)) == (header(memory_range), None)
 
 
-def test_a_place_elsewhere_is_not_the_requests() -> None:
+def test_sequence_members_of_other_objects_are_kept() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     elsewhere = b'"binary_data_size":1,' + memory_range.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
@@ -116,13 +116,13 @@ class Built(bytes):
 
 
 class Bytes:
-    """A template that returns the tensors' bytes, or None if its regions are not `there`."""
+    """A template that returns the tensors' bytes, or None if its regions are not `unchanged`."""
 
     def __init__(self) -> None:
-        self.there = True
+        self.unchanged = True
 
     def fill(self, datas: list[bytes]) -> Any:
-        return Built(b"".join(datas)) if self.there else None
+        return Built(b"".join(datas)) if self.unchanged else None
 
 
 def made() -> Cache:
@@ -149,7 +149,7 @@ def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
             return None
         if worth_preparing(cache, fingerprint):
             template: Any = plan or Bytes()
-            remember(cache, fingerprint, wire_of(text), template)
+            store_template(cache, fingerprint, wire_of(text), template)
     return known
 
 
@@ -176,7 +176,7 @@ colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
 
 
 @given(odd, array, colon, st.lists(numbers, min_size=1, max_size=2), st.data())
-def test_the_short_way_gives_what_the_long_one_does(
+def test_a_repeated_request_equals_a_parsed_one(
     before: str, form: str, key: str, first: list[list[int]], data: st.DataObject
 ) -> None:
     """Whatever stands around the numbers: it is what the long way gives, or that is taken."""
@@ -204,7 +204,7 @@ def test_the_short_way_gives_what_the_long_one_does(
 @given(st.binary(max_size=30), st.binary(max_size=30))
 @example(b"1, 2]", b"")
 @example(b'"\0"', b"\0")
-def test_no_bytes_are_taken_for_others(data: bytes, behind: bytes) -> None:
+def test_different_requests_have_different_fingerprints(data: bytes, behind: bytes) -> None:
     """Of a request like one that is known, but with any bytes in it."""
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
@@ -218,7 +218,7 @@ def test_no_bytes_are_taken_for_others(data: bytes, behind: bytes) -> None:
 # --- when it is taken ------------------------------------------------------------------------
 
 
-def test_what_comes_again_is_known_from_the_third_time_on() -> None:
+def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = made()
     found = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
     assert [each is not None for each in found] == [False, False, True, True]
@@ -232,7 +232,7 @@ def test_what_comes_again_is_known_from_the_third_time_on() -> None:
         *("[1e400, 2]", "[1, 99999999999999999999]", "[-, 2]", "[1\f, 2]"),
     ],
 )
-def test_what_is_wrong_is_said_by_the_long_way(text: str) -> None:
+def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
@@ -240,7 +240,7 @@ def test_what_is_wrong_is_said_by_the_long_way(text: str) -> None:
     assert short_way(cache, one("[5, 6]")) is not None
 
 
-def test_what_looks_like_a_fingerprint_is_no_request() -> None:
+def test_the_text_of_a_fingerprint_is_no_request() -> None:
     """It has no arrays, and the key of one that has."""
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
@@ -251,7 +251,7 @@ def test_what_looks_like_a_fingerprint_is_no_request() -> None:
     assert short_way(cache, cut) is None
 
 
-def test_numbers_that_are_no_tensors_are_not_taken_for_them() -> None:
+def test_other_arrays_of_numbers_are_not_tensors() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
     cache = made()
     hidden = one("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
@@ -266,30 +266,30 @@ def test_numbers_that_are_no_tensors_are_not_taken_for_them() -> None:
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
-def test_what_has_no_numbers_goes_the_long_way(datatype: str) -> None:
+def test_datatypes_without_numbers_are_parsed(datatype: str) -> None:
     cache = made()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
     text = one(data).replace(b"INT32", datatype.encode())
     assert [short_way(cache, text) for _ in range(3)] == [None] * 3
 
 
-def test_a_header_that_is_read_with_patience_has_no_plan() -> None:
+def test_leniently_parsed_headers_are_not_cached() -> None:
     cache = made()
     for text in (b"\xef\xbb\xbf" + one("[1, 2]"), one("[1, 2]", '"parameters": {"p": NaN}, ')):
         for _ in range(3):
             assert short_way(cache, text) is None
 
 
-def test_a_plan_whose_regions_have_changed_is_made_anew() -> None:
+def test_changed_regions_invalidate_a_template() -> None:
     cache, stale = made(), Bytes()
     for text in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(text), stale)
-    stale.there = False
+    stale.unchanged = False
     assert short_way(cache, one("[5, 6]")) is None
     assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_cache_of_templates_is_bounded() -> None:
     cache = made()
     for number in range(2000):
         short_way(cache, one("[1, 2]", behind=f', "id": "{number // 2}"'))

@@ -66,7 +66,7 @@ def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("F", [1, 2, 3]), ("F", 1.5), ("FIX", [1, 2, 3]), ("FIX", 1), ("ONE", [])]
 )
-def test_what_has_no_shape(name: str, value: Any) -> None:
+def test_values_without_a_matching_shape_are_refused(name: str, value: Any) -> None:
     text = f"The schema can not convert input '{name}' to tensor with proper shape"
     assert refusal({name: value}) == (400, text)
 
@@ -143,7 +143,7 @@ def test_an_input_named_like_the_nested_schema() -> None:
     assert caught.value.message == text
 
 
-def test_everything_else_is_a_parameter() -> None:
+def test_other_members_are_parameters() -> None:
     request = parsed(
         {
             "id": "x1",
@@ -169,7 +169,7 @@ def test_everything_else_is_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("body", [{"deadline_us": 5}, {"parameters": {"deadline_us": 5}}])
-def test_a_deadline_is_no_parameter_of_the_model(body: Any) -> None:
+def test_a_deadline_is_not_passed_to_the_model(body: Any) -> None:
     request = parsed(body)
     assert (request.deadline_us, request.parameters) == (5, {})
 
@@ -192,7 +192,7 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), st.booleans())
-def test_any_integers(values: list[int], scalar: bool) -> None:
+def test_integers_of_any_size(values: list[int], scalar: bool) -> None:
     given_value: Any = values[0] if scalar and values else values
     body = orjson.loads(json.dumps({"I": given_value}))
     (tensor,) = parsed(body).inputs
@@ -213,7 +213,7 @@ def test_any_integers(values: list[int], scalar: bool) -> None:
         ("", None),
     ],
 )
-def test_a_stream_is_what_is_named(header: str, framing: Any) -> None:
+def test_the_accept_header_selects_the_framing(header: str, framing: Any) -> None:
     assert accepted(header) is framing
 
 

@@ -44,8 +44,8 @@ SECONDS = 0.4
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
-        made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
+        made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(byte_by_byte))
         made.open()
         yield made
 
@@ -69,12 +69,12 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield made
 
 
-def one_byte(request: Inference) -> Inferred:
+def byte_by_byte(request: Inference) -> Inferred:
     return Inferred((TensorRef("OUT", "INT8", (1,), b"\x01"),))
 
 
 @pytest.fixture(autouse=True)
-def others_are_served(gateway: Rig, hasty: Rig) -> Iterator[None]:
+def is_responsive(gateway: Rig, hasty: Rig) -> Iterator[None]:
     yield
     gateway.http.infer("simple", simple_body()).ok()
     body = simple_body()
@@ -146,7 +146,7 @@ def is_closed(connection: socket.socket) -> bool:
         b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_briefly(connection: socket.socket, raw: bytes) -> None:
+def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> None:
     """R12: doubled and odd lengths smuggle nothing."""
     connection.sendall(raw)
     reply = read_reply(connection)
@@ -162,7 +162,7 @@ def test_what_is_not_http_is_refused_briefly(connection: socket.socket, raw: byt
         (head(0).replace(b"\r\n\r\n", b"\r\nInference-Header-Content-Length: \xff\r\n\r\n"), 400),
     ],
 )
-def test_bytes_of_a_head_that_are_no_text_are_answered(
+def test_heads_that_are_not_utf8_receive_a_response(
     connection: socket.socket, raw: bytes, status: int
 ) -> None:
     """A refusal quotes them, and the connection goes on."""
@@ -174,7 +174,9 @@ def test_bytes_of_a_head_that_are_no_text_are_answered(
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1])
-def test_a_length_beyond_counting_smuggles_nothing(connection: socket.socket, size: int) -> None:
+def test_a_huge_content_length_is_no_request_smuggling(
+    connection: socket.socket, size: int
+) -> None:
     """R12: what follows is neither taken for no body nor for another request."""
     connection.sendall(head(size) + head(0))
     reply = read_reply(connection)
@@ -182,7 +184,7 @@ def test_a_length_beyond_counting_smuggles_nothing(connection: socket.socket, si
     assert is_closed(connection)
 
 
-def test_a_request_may_come_byte_by_byte(gateway: Rig) -> None:
+def test_a_request_may_arrive_byte_by_byte(gateway: Rig) -> None:
     body = simple_body()
     raw = head(len(body)) + body
     reply = ask(gateway, *(raw[at : at + 1] for at in range(len(raw))))
@@ -190,7 +192,7 @@ def test_a_request_may_come_byte_by_byte(gateway: Rig) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
-def test_bodies_may_come_in_chunks(gateway: Rig, size: int) -> None:
+def test_bodies_may_be_chunked(gateway: Rig, size: int) -> None:
     body = simple_body()
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
@@ -206,7 +208,9 @@ def test_bodies_may_come_in_chunks(gateway: Rig, size: int) -> None:
         "transfer-encoding: Chunked\r\nX: y\r\ncontent-length:{} ",
     ],
 )
-def test_chunks_beside_a_length_end_the_connection(gateway: Rig, framing: str, cut: int) -> None:
+def test_chunks_with_a_content_length_end_the_connection(
+    gateway: Rig, framing: str, cut: int
+) -> None:
     """RFC 9112, 6.3: the chunks count, and nothing behind them is read as a request."""
     body = simple_body()
     lines = framing.format(len(body) + 5).encode()
@@ -242,7 +246,7 @@ def test_a_broken_chunk_is_refused(connection: socket.socket) -> None:
     assert is_closed(connection)
 
 
-def test_the_client_may_ask_before_it_sends(connection: socket.socket) -> None:
+def test_a_client_may_await_100_continue(connection: socket.socket) -> None:
     body = simple_body()
     connection.sendall(head(len(body), "Expect: 100-continue"))
     assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -250,7 +254,7 @@ def test_the_client_may_ask_before_it_sends(connection: socket.socket) -> None:
     read_reply(connection).ok()
 
 
-def test_a_client_that_asks_first_sends_nothing_in_vain(gateway: Rig) -> None:
+def test_a_refused_request_receives_no_100_continue(gateway: Rig) -> None:
     with raw_connection(gateway.port) as connection:
         connection.sendall(head(100 * MIB, "Expect: 100-continue"))
         reply = read_reply(connection)
@@ -258,7 +262,7 @@ def test_a_client_that_asks_first_sends_nothing_in_vain(gateway: Rig) -> None:
     assert "Use --http-max-input-size" in reply.error
 
 
-def test_old_clients_are_answered(connection: socket.socket) -> None:
+def test_http_1_0_is_supported(connection: socket.socket) -> None:
     body = simple_body()
     for _ in range(2):
         connection.sendall(head(len(body), "Connection: keep-alive", version="1.0") + body)
@@ -268,7 +272,7 @@ def test_old_clients_are_answered(connection: socket.socket) -> None:
     assert is_closed(connection)
 
 
-def test_a_connection_ends_when_the_client_says_so(connection: socket.socket) -> None:
+def test_connection_close_is_obeyed(connection: socket.socket) -> None:
     body = simple_body()
     connection.sendall(head(len(body), "Connection: close") + body)
     assert read_reply(connection).ok().headers["Connection"] == "close"
@@ -290,7 +294,7 @@ def test_an_offer_of_another_protocol_is_ignored(connection: socket.socket, prot
         assert "Connection" not in read_reply(connection).ok().headers
 
 
-def test_head_has_no_body(gateway: Rig) -> None:
+def test_a_response_to_head_has_no_body(gateway: Rig) -> None:
     with raw_connection(gateway.port) as connection:
         connection.sendall(b"HEAD /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         received = b""
@@ -300,7 +304,7 @@ def test_head_has_no_body(gateway: Rig) -> None:
     assert b"{" not in received
 
 
-def test_a_body_that_nobody_reads_ends_the_connection(connection: socket.socket) -> None:
+def test_an_unread_body_ends_the_connection(connection: socket.socket) -> None:
     start = head(3 * MIB).replace(b"/v2/models/simple/infer", b"/nowhere")
     connection.sendall(start + bytes(MIB))
     reply = read_reply(connection)
@@ -317,7 +321,7 @@ def test_a_body_that_nobody_reads_ends_the_connection(connection: socket.socket)
     "sent",
     [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
 )
-def test_a_head_that_stops_ends_the_connection(hasty: Rig, sent: bytes) -> None:
+def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None:
     with raw_connection(hasty.port) as connection:
         connection.sendall(sent)
         if sent:
@@ -332,7 +336,7 @@ def test_a_head_that_stops_ends_the_connection(hasty: Rig, sent: bytes) -> None:
             read_reply(connection).ok()
 
 
-def test_a_head_that_drips_ends_the_connection(hasty: Rig) -> None:
+def test_a_slow_head_ends_the_connection(hasty: Rig) -> None:
     """R15: headers have a deadline."""
     began = time.monotonic()
     with raw_connection(hasty.port) as connection:
@@ -346,7 +350,7 @@ def test_a_head_that_drips_ends_the_connection(hasty: Rig) -> None:
 
 @pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
 @pytest.mark.parametrize("sent", [0, 100])
-def test_a_body_that_stops_is_given_up(hasty: Rig, size: int, sent: int) -> None:
+def test_an_incomplete_body_times_out(hasty: Rig, size: int, sent: int) -> None:
     with raw_connection(hasty.port) as connection:
         connection.sendall(head(size) + b" " * sent)
         reply = read_reply(connection)
@@ -355,7 +359,7 @@ def test_a_body_that_stops_is_given_up(hasty: Rig, size: int, sent: int) -> None
 
 
 @pytest.mark.parametrize("sent", [0, 100])
-def test_a_body_that_stops_behind_a_known_head_is_given_up(hasty: Rig, sent: int) -> None:
+def test_an_incomplete_body_after_a_known_head_times_out(hasty: Rig, sent: int) -> None:
     body = simple_body()
     with raw_connection(hasty.port) as connection:
         for _ in range(2):
@@ -370,9 +374,7 @@ def test_a_body_that_stops_behind_a_known_head_is_given_up(hasty: Rig, sent: int
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
-def test_small_bodies_have_the_time_that_bodies_have(
-    tmp_path: Path, known: bool, impatient: str
-) -> None:
+def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatient: str) -> None:
     """--http-body-timeout-secs, whatever the time for heads; both of a few seconds or minutes."""
     body = simple_body()
     limits: dict[str, Any] = {impatient: SECONDS}
@@ -393,7 +395,7 @@ def test_small_bodies_have_the_time_that_bodies_have(
             read_reply(connection).ok()
 
 
-def test_a_body_that_drips_is_given_up(hasty: Rig) -> None:
+def test_a_slow_body_times_out(hasty: Rig) -> None:
     """R15: bodies have a deadline."""
     began = time.monotonic()
     with raw_connection(hasty.port) as connection:
@@ -412,7 +414,7 @@ def test_a_body_that_drips_is_given_up(hasty: Rig) -> None:
 
 
 @pytest.mark.parametrize("reads", [0, 1, 1000])
-def test_a_client_that_does_not_read_is_cut_off(hasty: Rig, reads: int) -> None:
+def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> None:
     """R15: answers have a deadline, also for who takes a few bytes from time to time."""
     big = bytes(64 * MIB)
     config = model_config(
@@ -455,7 +457,7 @@ def client_ports(gateway: Rig) -> set[int]:
 # --- size
 
 
-def test_json_has_a_limit(gateway: Rig) -> None:
+def test_json_bodies_have_a_size_limit(gateway: Rig) -> None:
     for headers in ({}, {"Inference-Header-Content-Length": str(2 * MIB + 1)}):
         reply = gateway.http.infer("simple", b" " * (2 * MIB + 1), headers)
         assert reply.status == 400
@@ -465,12 +467,12 @@ def test_json_has_a_limit(gateway: Rig) -> None:
         )
 
 
-def test_json_in_chunks_has_a_limit(gateway: Rig) -> None:
+def test_chunked_json_bodies_have_a_size_limit(gateway: Rig) -> None:
     pieces = iter([b" " * MIB] * 3)
     assert "exceeds the maximum allowed input size" in gateway.http.infer("simple", pieces).error
 
 
-def test_raw_input_has_a_limit(gateway: Rig) -> None:
+def test_raw_inputs_have_a_size_limit(gateway: Rig) -> None:
     headers = {"Inference-Header-Content-Length": "0"}
     reply = gateway.http.infer("id", bytes(2 * MIB + 4), headers)
     assert reply.error == (
@@ -480,7 +482,7 @@ def test_raw_input_has_a_limit(gateway: Rig) -> None:
     gateway.http.infer("id", bytes(2 * MIB), headers).ok()
 
 
-def test_binary_tensors_have_none(gateway: Rig) -> None:
+def test_binary_tensors_have_no_json_limit(gateway: Rig) -> None:
     gateway.http.infer_binary("id", [("IN", "FP32", [2 * MIB], bytes(8 * MIB))]).ok()
 
 
@@ -501,7 +503,7 @@ def bomb(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
-def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
+def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
     """R13: what inflates to more than the limit is given up there."""
     body = bomb(name)
     assert 10_000_000 < len(body) < 11_000_000
@@ -513,7 +515,7 @@ def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
     assert memory_of(gateway.process.pid) - before < 20 * MIB
 
 
-def test_a_thousand_failures_leave_nothing(gateway: Rig) -> None:
+def test_failures_leak_no_memory(gateway: Rig) -> None:
     """R13, R14: what was read, or inflated, of a body that is refused is given back."""
     cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
     wrong: list[tuple[bytes, dict[str, str]]] = [
@@ -546,7 +548,7 @@ def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
     )
 
 
-def test_huge_numbers_of_strings_are_counted_first(gateway: Rig) -> None:
+def test_huge_numbers_of_strings_are_refused(gateway: Rig) -> None:
     """R12: element counts are checked before memory is taken."""
     data = (2**31).to_bytes(4, "little")
     reply = gateway.http.infer_binary("text", [("IN", "BYTES", [2**40], data)])
@@ -557,7 +559,7 @@ def test_huge_numbers_of_strings_are_counted_first(gateway: Rig) -> None:
 # --- others
 
 
-def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None:
+def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> None:
     values = np.random.default_rng(2).standard_normal(1_500_000)
     data = values.tolist()
     inputs = [{"name": "IN", "datatype": "FP32", "shape": [len(data)], "data": data}]
@@ -567,7 +569,7 @@ def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None
 
         def compute(request: Inference) -> Inferred:
             seen.append(request.inputs[0].data)
-            return one_byte(request)
+            return byte_by_byte(request)
 
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
@@ -604,7 +606,7 @@ def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_who_is_idle_makes_room(patient: Rig, known: bool) -> None:
+def test_idle_connections_are_evicted(patient: Rig, known: bool) -> None:
     """R15: many connections that send nothing, or a part of something, keep nobody out, and cost
     nobody the answer to a request that is on its way."""
     body = simple_body()
@@ -645,7 +647,7 @@ def test_connections_have_a_limit(patient: Rig) -> None:
         assert read_reply(connection).status == 200
 
 
-def test_descriptors_come_back(gateway: Rig) -> None:
+def test_descriptors_are_released(gateway: Rig) -> None:
     folder = Path(f"/proc/{gateway.process.pid}/fd")
     gateway.http.get("/v2").ok()
     before = len(list(folder.iterdir()))
@@ -662,14 +664,14 @@ def numbered(number: int) -> bytes:
     return simple_body(id=f"{number:04}")
 
 
-def test_a_head_that_comes_again_brings_its_own_body(connection: socket.socket) -> None:
+def test_a_repeated_head_has_its_own_body(connection: socket.socket) -> None:
     for number in range(8):
         body = numbered(number)
         connection.sendall(head(len(body)) + body)
         assert read_reply(connection).json()["id"] == f"{number:04}"
 
 
-def test_a_known_head_may_come_in_any_pieces(connection: socket.socket) -> None:
+def test_a_known_head_may_arrive_in_any_pieces(connection: socket.socket) -> None:
     body = numbered(1)
     whole = head(len(body)) + body
     cuts = (1, 20, len(whole) - len(body) - 1, len(whole) - len(body), len(whole) - 1)
@@ -684,7 +686,7 @@ def test_a_known_head_may_come_in_any_pieces(connection: socket.socket) -> None:
         assert read_reply(connection).json()["id"] == "0001"
 
 
-def test_known_heads_may_come_at_once(connection: socket.socket) -> None:
+def test_known_heads_may_be_pipelined(connection: socket.socket) -> None:
     bodies = [numbered(number) for number in range(5)]
     for _ in range(2):
         connection.sendall(head(len(bodies[0])) + bodies[0])
@@ -697,7 +699,7 @@ def test_known_heads_may_come_at_once(connection: socket.socket) -> None:
         assert ids == [b"%04d" % number for number in range(5)]
 
 
-def test_a_head_that_is_only_almost_known_is_read(connection: socket.socket) -> None:
+def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
     body = numbered(3)
     connection.sendall(head(len(body), "X-One: 1") + body)
     assert read_reply(connection).status == 200
@@ -710,7 +712,7 @@ def test_a_head_that_is_only_almost_known_is_read(connection: socket.socket) -> 
     assert is_closed(connection)
 
 
-def test_a_known_head_that_asks_to_close_is_obeyed(connection: socket.socket) -> None:
+def test_a_known_head_with_connection_close_is_obeyed(connection: socket.socket) -> None:
     body = numbered(4)
     connection.sendall(head(len(body)) + body)
     read_reply(connection).ok()
@@ -720,7 +722,7 @@ def test_a_known_head_that_asks_to_close_is_obeyed(connection: socket.socket) ->
 
 
 @pytest.mark.parametrize("encoding", ["", "gzip"])
-def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: str) -> None:
+def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> None:
     """Each may be 64 MiB, and there may be thousands of connections that wait in the middle."""
     begun = b" " * (700 << 10)
     lines = [f"Content-Encoding: {encoding}"] if encoding else []
@@ -749,7 +751,7 @@ def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: 
         assert made.http.post(infer, b" " * (2 * MIB)).status == 400
 
 
-def test_headers_whose_tensors_never_come_do_not_fill_the_memory(tmp_path: Path) -> None:
+def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> None:
     """What came before a tensor is here for as long as that is awaited."""
     tensor = ("IN", "FP32", [5000], bytes(20_000))
     whole, headers = binary_request([tensor], id="i" * (700 << 10))
@@ -757,7 +759,7 @@ def test_headers_whose_tensors_never_come_do_not_fill_the_memory(tmp_path: Path)
     start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
     limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
     with rig(tmp_path, body_timeout_s=300.0, **limits) as made:
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
         made.open()
 
         def ask() -> int:
@@ -775,7 +777,7 @@ def test_headers_whose_tensors_never_come_do_not_fill_the_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
-def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
+def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
     """One that is declared and not sent holds memory for those that others send at once."""
     size = 700 << 10
     tensor = ("IN", "FP32", [size // 4], bytes(size))
@@ -795,7 +797,7 @@ def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
     with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
         made.open()
         with contextlib.ExitStack() as stack:
             slow = [stack.enter_context(raw_connection(made.port)) for _ in range(3)]
@@ -822,7 +824,7 @@ def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
             assert len(refused) == 1
             assert (refused[0].status, refused[0].error) == (
                 408,
-                "the request body came too slowly: others need the memory for it",
+                "the request body arrived too slowly while memory was short",
             )
             for _ in range(3):
                 assert ask() == done

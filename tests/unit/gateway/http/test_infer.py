@@ -129,7 +129,7 @@ def fail(scheduler: Scheduler, message: str = "no", *, early: bool = False, **mo
         ("never heard of", 500),
     ],
 )
-def test_failures_have_their_status(
+def test_failures_have_the_status_of_their_code(
     gateway: Rig, simple: Scheduler, code: str, status: int
 ) -> None:
     simple.held = True
@@ -143,7 +143,7 @@ def test_failures_have_their_status(
         assert "request=q1" not in gateway.log
 
 
-def test_json_that_comes_again_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
+def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
     """It is read, and its answer written, in a short way from the third time on: with no other
     result."""
 
@@ -168,7 +168,7 @@ def test_json_that_comes_again_with_other_numbers(gateway: Rig, simple: Schedule
         assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error
 
 
-def test_a_full_queue_says_when_to_come_back(gateway: Rig, simple: Scheduler) -> None:
+def test_a_full_queue_sends_retry_after(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
@@ -176,7 +176,7 @@ def test_a_full_queue_says_when_to_come_back(gateway: Rig, simple: Scheduler) ->
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
 
 
-def test_a_malformed_answer_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
+def test_a_malformed_response_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
@@ -196,7 +196,7 @@ def test_an_output_of_the_wrong_size_is_an_internal_error(gateway: Rig, simple: 
 
 
 @pytest.mark.parametrize(
-    ("own_us", "default_us", "limit_us"),
+    ("request_us", "default_us", "limit_us"),
     [
         (0, 0, 0),
         (500, 0, 500),
@@ -206,15 +206,15 @@ def test_an_output_of_the_wrong_size_is_an_internal_error(gateway: Rig, simple: 
         (2**64 - 1, 0, 10**15),
     ],
 )
-def test_the_deadline_is_the_tighter_one(
-    tmp_path: Path, own_us: int, default_us: int, limit_us: int
+def test_the_shortest_deadline_counts(
+    tmp_path: Path, request_us: int, default_us: int, limit_us: int
 ) -> None:
     with rig(tmp_path, request_timeout_us=default_us) as gateway:
         scheduler = gateway.scheduler(add_sub)
         gateway.publish(SIMPLE, scheduler)
         gateway.open()
-        own = {"deadline_us": own_us, "timeout": 1}
-        parameters = {**own, "priority": 3, "other": "x"} if own_us else {}
+        own = {"deadline_us": request_us, "timeout": 1}
+        parameters = {**own, "priority": 3, "other": "x"} if request_us else {}
         before = time.monotonic_ns()
         gateway.http.infer("simple", simple_body(parameters=parameters, id="7")).ok()
         (submit,) = scheduler.submits
@@ -222,7 +222,7 @@ def test_the_deadline_is_the_tighter_one(
     assert submit.deadline_ns == (submit.arrived_ns + limit_us * 1000 if limit_us else 0)
     assert submit.request_id == "7"
     inference = inference_of(submit)
-    if own_us:
+    if request_us:
         assert inference.parameters == {"other": "x"}
         assert submit.priority == 3
 
@@ -240,7 +240,7 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple: Scheduler) 
     assert "a number of milliseconds" in reply.error
 
 
-def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:
+def test_a_connection_responds_in_order(gateway: Rig, simple: Scheduler) -> None:
     body = [simple_body(id=f"r{number}") for number in range(40)]
     head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with raw_connection(gateway.port) as connection:
@@ -258,9 +258,9 @@ def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:
 # --- clients that leave
 
 
-def test_a_client_that_leaves_cancels_its_request(gateway: Rig, simple: Scheduler) -> None:
+def test_a_disconnect_cancels_the_request(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
-    stays = ClientIdentity(gateway.port, "simple", simple_body(id="stays"))
+    remains = ClientIdentity(gateway.port, "simple", simple_body(id="stays"))
     until("the request is there", lambda: simple.waiting)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
@@ -269,12 +269,10 @@ def test_a_client_that_leaves_cancels_its_request(gateway: Rig, simple: Schedule
     until("it is cancelled", lambda: Cancel(leaver.id) in simple.notices)
     assert [o for o in simple.notices if isinstance(o, Cancel)] == [Cancel(leaver.id)]
     simple.answer_all()
-    assert stays.reply().ok().json()["id"] == "stays"
+    assert remains.reply().ok().json()["id"] == "stays"
 
 
-def test_outputs_of_a_request_that_nobody_waits_for_are_released(
-    gateway: Rig, simple: Scheduler
-) -> None:
+def test_outputs_of_a_cancelled_request_are_released(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     arena = Arena(MIB)
     memory_range = arena.allocate(64)
@@ -295,7 +293,7 @@ def test_outputs_of_a_request_that_nobody_waits_for_are_released(
 
 
 @pytest.mark.parametrize("published_first", [True, False])
-def test_a_lost_scheduler_costs_no_answer(
+def test_the_loss_of_a_scheduler_loses_no_response(
     gateway: Rig, simple: Scheduler, published_first: bool
 ) -> None:
     simple.held = True
@@ -318,7 +316,7 @@ def test_a_lost_scheduler_costs_no_answer(
     gateway.http.infer("simple", simple_body()).ok()
 
 
-def test_what_was_cancelled_is_not_submitted_again(gateway: Rig, simple: Scheduler) -> None:
+def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
@@ -331,7 +329,7 @@ def test_what_was_cancelled_is_not_submitted_again(gateway: Rig, simple: Schedul
     assert [submit.request_id for submit in successor.submits] == ["next"]
 
 
-def test_a_withdrawn_model_finishes_what_it_has(gateway: Rig, simple: Scheduler) -> None:
+def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple: Scheduler) -> None:
     http = gateway.http
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
@@ -353,7 +351,7 @@ def test_a_withdrawn_model_finishes_what_it_has(gateway: Rig, simple: Scheduler)
     http.infer("simple", simple_body()).ok()
 
 
-def test_a_model_that_moved_is_called_where_it_is(gateway: Rig, simple: Scheduler) -> None:
+def test_a_moved_scheduler_receives_later_requests(gateway: Rig, simple: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     moved = gateway.scheduler(add_sub)
@@ -442,20 +440,20 @@ def large_body(size: int) -> tuple[bytes, dict[str, str]]:
     return header + bytes(size), {"Inference-Header-Content-Length": str(len(header))}
 
 
-def place_of(submit: Submit) -> Range:
+def range_of(submit: Submit) -> Range:
     memory_range = inference_of(submit).inputs[0].data
     assert isinstance(memory_range, Range)
     return memory_range
 
 
-def test_a_block_is_free_after_the_answer(gateway: Rig, large: Scheduler) -> None:
+def test_a_block_is_free_after_the_response(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     for _ in range(3):  # the arena has room for one of these at a time
         http.infer("large", *large_body(ARENA - 12 * MIB)).ok()
-    assert len({place_of(submit).offset for submit in large.submits}) == 1
+    assert len({range_of(submit).offset for submit in large.submits}) == 1
 
 
-def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> None:
+def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     large.held = True
     caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
@@ -471,7 +469,7 @@ def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> 
     until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
-def test_what_never_fits_is_refused_for_good(gateway: Rig, large: Scheduler) -> None:
+def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     refused = http.infer("large", *large_body(ARENA + 8 * MIB))
     assert refused.status == 400
@@ -490,7 +488,7 @@ def test_what_never_fits_is_refused_for_good(gateway: Rig, large: Scheduler) -> 
 
 
 @pytest.mark.parametrize("part", ["header", "tensor"])
-def test_an_upload_that_breaks_off_holds_nothing(gateway: Rig, large: Scheduler, part: str) -> None:
+def test_an_aborted_upload_releases_its_block(gateway: Rig, large: Scheduler, part: str) -> None:
     body, headers = large_body(ARENA - 8 * MIB)
     size = int(headers["Inference-Header-Content-Length"])
     for _ in range(3):
@@ -506,7 +504,7 @@ def test_an_upload_that_breaks_off_holds_nothing(gateway: Rig, large: Scheduler,
     assert len(large.submits) == 1
 
 
-def test_a_wrong_request_is_refused_before_its_upload(gateway: Rig, large: Scheduler) -> None:
+def test_an_invalid_request_is_refused_before_its_upload(gateway: Rig, large: Scheduler) -> None:
     body, headers = large_body(ARENA - 8 * MIB)
     body = body.replace(b'"FP32"', b'"INT8"', 1)
     size = int(headers["Inference-Header-Content-Length"])
@@ -559,7 +557,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     until("the output is released", lambda: release in scheduler.notices)
 
 
-def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
+def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
     data = np.random.default_rng(1).bytes(16 * MIB)
     answer, memory_range = answer_from(arena, data)
     scheduler = gateway.scheduler(lambda request: answer)
@@ -581,7 +579,7 @@ def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> 
     assert b"".join(chunks).endswith(data)
 
 
-def test_outputs_are_released_when_the_reader_leaves(gateway: Rig, arena: Arena) -> None:
+def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: Arena) -> None:
     answer, memory_range = answer_from(arena, bytes(16 * MIB))
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
@@ -594,7 +592,7 @@ def test_outputs_are_released_when_the_reader_leaves(gateway: Rig, arena: Arena)
     until("the output is released", lambda: release in scheduler.notices)
 
 
-def test_memory_of_a_worker_that_is_gone_is_an_error_of_its_request(gateway: Rig) -> None:
+def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
     arena = Arena(MIB)
     answer, _ = answer_from(arena, bytes(20_000))
     arena.close()
@@ -607,7 +605,7 @@ def test_memory_of_a_worker_that_is_gone_is_an_error_of_its_request(gateway: Rig
     http.infer("e", request).ok()
 
 
-def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
+def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
     fds = Path(f"/proc/{gateway.process.pid}/fd")
 
     def arenas() -> int:
@@ -657,9 +655,7 @@ def region_request(
     }
 
 
-def test_tensors_in_regions_are_passed_on_as_places(
-    gateway: Rig, through_regions: Scheduler
-) -> None:
+def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, through_regions: Scheduler) -> None:
     gateway.apply(region("r", 5))
     reply = gateway.http.infer("m", region_request()).ok()
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
@@ -746,7 +742,7 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
     assert http.infer("m", region_request()).status == 404
 
 
-def test_a_generation_lasts_as_long_as_its_requests(
+def test_a_region_generation_lasts_as_long_as_its_requests(
     gateway: Rig, through_regions: Scheduler
 ) -> None:
     http = gateway.http
@@ -765,7 +761,7 @@ def test_a_generation_lasts_as_long_as_its_requests(
     caller.reply().ok()
     later.reply().ok()
     until("the old one is released", lambda: gateway.received_of(RegionReleased))
-    ids = [place_of(submit).memory.id for submit in through_regions.submits]
+    ids = [range_of(submit).memory.id for submit in through_regions.submits]
     assert ids == [5, 6]
     gateway.apply(lambda number: m.RegionWithdrawn("r", 6, number))
     until(
@@ -775,7 +771,7 @@ def test_a_generation_lasts_as_long_as_its_requests(
 
 
 @pytest.mark.parametrize("given", ["in the region", "as JSON"])
-def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
+def test_a_changed_region_invalidates_templates(
     gateway: Rig, through_regions: Scheduler, given: str
 ) -> None:
     """The same request again and again is not read anew, unless a name means something else."""
@@ -803,7 +799,7 @@ def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
     ]
 
 
-def test_a_region_is_held_until_the_request_is_settled(
+def test_a_region_is_in_use_until_the_scheduler_responds(
     gateway: Rig, through_regions: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
@@ -819,7 +815,7 @@ def test_a_region_is_held_until_the_request_is_settled(
     until("it is released", lambda: gateway.received_of(RegionReleased))
 
 
-def test_a_client_that_leaves_does_not_free_what_a_worker_uses(
+def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
     gateway: Rig, through_regions: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
@@ -835,9 +831,7 @@ def test_a_client_that_leaves_does_not_free_what_a_worker_uses(
     until("it is released", lambda: gateway.received_of(RegionReleased))
 
 
-def test_requests_that_write_to_the_same_bytes_are_named_in_the_log(
-    gateway: Rig, through_regions: Scheduler
-) -> None:
+def test_overlapping_outputs_are_logged(gateway: Rig, through_regions: Scheduler) -> None:
     gateway.apply(region("r", 5))
     through_regions.held = True
     callers = [
@@ -874,7 +868,7 @@ def test_an_output_that_cannot_fit_its_region_is_not_computed(
 # --- the end
 
 
-def test_draining_finishes_what_is_in_flight(gateway: Rig, simple: Scheduler) -> None:
+def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     gateway.send(HealthChanged(live=True, ready=False, exiting=True))
@@ -899,9 +893,7 @@ def test_draining_finishes_what_is_in_flight(gateway: Rig, simple: Scheduler) ->
     assert "Traceback" not in gateway.log
 
 
-def test_who_is_told_to_go_by_an_answer_is_answered_rightly(
-    gateway: Rig, simple: Scheduler
-) -> None:
+def test_a_response_that_closes_the_connection_is_complete(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
@@ -918,7 +910,7 @@ def test_an_idle_gateway_is_drained_at_once(gateway: Rig) -> None:
     until("it says so", lambda: gateway.received_of(Drained))
 
 
-def test_it_stops_at_once_with_requests_in_flight(gateway: Rig, simple: Scheduler) -> None:
+def test_a_stop_does_not_wait_for_requests(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
@@ -928,13 +920,13 @@ def test_it_stops_at_once_with_requests_in_flight(gateway: Rig, simple: Schedule
     assert "Traceback" not in gateway.log
 
 
-def test_signals_are_the_supervisors(gateway: Rig, simple: Scheduler) -> None:
+def test_the_gateway_ignores_signals(gateway: Rig, simple: Scheduler) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         gateway.process.send_signal(number)
     gateway.http.infer("simple", simple_body()).ok()
 
 
-def test_nothing_is_accepted_before_everything_is_known(tmp_path: Path) -> None:
+def test_no_connection_is_accepted_before_the_models_are_published(tmp_path: Path) -> None:
     with rig(tmp_path) as gateway, raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         scheduler = gateway.scheduler(add_sub)

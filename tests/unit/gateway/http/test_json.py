@@ -54,12 +54,12 @@ def one_input(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", [b"NaN", b"[Infinity, -Infinity, Inf, -Inf]", b'["Inf", NaN]'])
-def test_what_is_not_finite_is_a_number(text: bytes) -> None:
+def test_numbers_that_are_not_finite_are_accepted(text: bytes) -> None:
     plain = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
     assert repr(loads(text)) == repr(json.loads(plain))
 
 
-def test_a_large_text_is_read_at_one_go() -> None:
+def test_a_large_text_is_parsed_without_garbage_collection() -> None:
     """The collector of cycles would look at its arrays again and again, for most of the time."""
     seen: list[Any] = []
 
@@ -75,7 +75,7 @@ def test_a_large_text_is_read_at_one_go() -> None:
     assert gc.isenabled()
 
 
-def test_what_the_quick_parser_does_not_take_must_not_be_large() -> None:
+def test_lenient_parsing_has_a_size_limit() -> None:
     """One client's request keeps all others waiting for as long as it takes."""
     assert len(loads(b"[NaN," + b"1," * (1 << 20) + b"1]")) == (1 << 20) + 2
     with pytest.raises(JsonFault, match="failed to parse the request JSON"):
@@ -83,7 +83,7 @@ def test_what_the_quick_parser_does_not_take_must_not_be_large() -> None:
 
 
 @pytest.mark.parametrize("text", [b"[nul", b"[NaN, 1e400]"])
-def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> None:
+def test_an_error_keeps_no_reference_to_the_text(text: bytes) -> None:
     gc.disable()
     try:
         try:
@@ -96,7 +96,7 @@ def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> N
 
 
 @pytest.mark.parametrize("noun", ["inputs", "outputs"])
-def test_tensors_have_a_number_that_no_model_has(noun: str) -> None:
+def test_the_number_of_tensors_is_limited(noun: str) -> None:
     """A request of 60 MB has room for a million, and all others would wait for it."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
     header = {"inputs": [tensor], noun: [tensor] * 20_000}
@@ -110,7 +110,7 @@ def test_tensors_have_a_number_that_no_model_has(noun: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
-def test_elements_beyond_counting_are_not_counted(dim: int) -> None:
+def test_huge_shapes_are_refused(dim: int) -> None:
     """All others would wait: 100,000 dimensions are 2 MB of JSON, and half a minute's product."""
     shape = [dim] * 1000
     assert element_count(shape) == 2**64
@@ -129,7 +129,7 @@ def test_a_byte_order_mark_is_skipped() -> None:
         *(b'["\\ud83d", NaN]', b"[NaN", b"]NaN["),
     ],
 )
-def test_what_is_not_json_is_a_fault(text: bytes) -> None:
+def test_malformed_json_is_refused(text: bytes) -> None:
     with pytest.raises(JsonFault, match=r"failed to parse the request JSON buffer: .* at [0-9]+"):
         loads(text)
 
@@ -144,7 +144,7 @@ def test_what_is_not_json_is_a_fault(text: bytes) -> None:
         ('["\\ud83d\\ude00", NaN, 1.5E-3, true, {"": null}, false, "\\"", x]', 61),
     ],
 )
-def test_what_is_not_json_is_told_with_its_offset(text: str, at: int) -> None:
+def test_errors_contain_the_offset(text: str, at: int) -> None:
     """In the parser's own words, which may change with it."""
     with pytest.raises(JsonFault) as caught:
         loads(text.encode())
@@ -154,7 +154,7 @@ def test_what_is_not_json_is_told_with_its_offset(text: str, at: int) -> None:
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")])
-def test_nesting_has_a_limit(opening: str, closing: str) -> None:
+def test_nesting_is_limited(opening: str, closing: str) -> None:
     levels = 50 if opening.startswith("[{") else 100
     assert loads(f"{opening * levels}1{closing * levels}".encode())
     for depth in (levels + 1, 1500, 100_000):
@@ -178,7 +178,7 @@ def test_brackets_in_strings_are_not_nesting() -> None:
     st.binary(max_size=200)
     | st.text('[]{},:"\\0123456789.eE-+ aNInfity', max_size=80).map(str.encode)
 )
-def test_any_bytes_parse_or_are_refused(raw: bytes) -> None:
+def test_arbitrary_bytes_are_parsed_or_refused(raw: bytes) -> None:
     with contextlib.suppress(InvalidArgument, JsonFault):
         loads(raw)
 
@@ -190,7 +190,7 @@ def test_any_bytes_parse_or_are_refused(raw: bytes) -> None:
         max_leaves=20,
     )
 )
-def test_any_request_is_understood_or_refused(header: Any) -> None:
+def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
     for candidate in (
         header,
         {"inputs": header},
@@ -249,7 +249,7 @@ def test_an_input_is_checked(
         parse_request(one_input(**members), 0, "m", LIMIT)
 
 
-def test_a_member_that_is_passed_over_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         parse_request(one_input() | {"outputz": [], "mine": 1}, 0, "m", 4096)
     assert [record.getMessage() for record in caplog.records] == [
@@ -257,7 +257,7 @@ def test_a_member_that_is_passed_over_is_told_once(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_parameters_go_where_they_belong() -> None:
+def test_parameters_are_assigned_to_their_fields() -> None:
     header = one_input() | {
         "id": "7",
         "parameters": {
@@ -299,7 +299,7 @@ def test_a_sequence_has_an_id_of_bounded_length() -> None:
         taken("x" * 129)
 
 
-def test_integers_beyond_int64_are_doubles_to_a_model() -> None:
+def test_integers_beyond_int64_become_doubles() -> None:
     def taken(value: Any) -> Any:
         header = one_input() | {"parameters": {"x": value}}
         return repr(parse_request(header, 0, "m", LIMIT).parameters["x"])
@@ -317,7 +317,7 @@ def test_reserved_parameters_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["shared_memory_offset", "shared_memory_byte_size"])
-def test_a_place_without_a_region_is_checked_all_the_same(field: str) -> None:
+def test_a_range_without_a_region_is_checked(field: str) -> None:
     for value in ("8", -1, 1.5, None, True, 2**64):
         header = one_input() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
         with pytest.raises(JsonFault, match=f"'{field}': attempt to access JSON non-unsigned"):
@@ -375,7 +375,7 @@ def values_of(datatype: str) -> st.SearchStrategy[list[Any]]:
 
 
 @given(st.data(), st.sampled_from([*NUMERIC, "BOOL", "BYTES"]))
-def test_json_data_survives(data: st.DataObject, datatype: str) -> None:
+def test_json_data_round_trips(data: st.DataObject, datatype: str) -> None:
     values = data.draw(values_of(datatype))
     raw = tensors.decode(values, datatype, len(values), "A")
     if datatype == "BYTES":
@@ -428,7 +428,7 @@ def test_values_of_the_wrong_kind_are_refused(values: list[Any], datatype: str, 
 @pytest.mark.parametrize(
     "nested", [[1, 2, 3, 4], [[1, 2], [3, 4]], [1, [2, [[3]], []], 4], [[[[1, 2, 3, 4]]]]]
 )
-def test_lists_nest_in_any_way(nested: list[Any]) -> None:
+def test_lists_may_be_nested_or_flat(nested: list[Any]) -> None:
     assert tensors.flat(nested) == [1, 2, 3, 4]
     with pytest.raises(JsonFault, match="Unable to parse 'data': Shape does not match true shape"):
         tensors.decode(nested, "INT32", 3, "A")
@@ -437,7 +437,7 @@ def test_lists_nest_in_any_way(nested: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_halves_have_no_json_form(datatype: str) -> None:
+def test_fp16_and_bf16_have_no_json_representation(datatype: str) -> None:
     with pytest.raises(
         InvalidArgument, match=f"receiving {datatype} data via JSON is not supported"
     ):
@@ -452,7 +452,7 @@ def test_single_precision_is_written_as_the_double_it_equals() -> None:
     assert text == b"[0.10000000149011612,123456792.0,NaN,-Infinity,Infinity,3.0]"
 
 
-def test_bytes_that_are_not_text_have_no_json_form() -> None:
+def test_bytes_that_are_not_utf8_have_no_json_representation() -> None:
     with pytest.raises(InvalidArgument, match="output 'A' holds bytes that are not UTF-8"):
         tensors.encode(b"\x01\0\0\0\xff", "BYTES", (1,), "A")
     with pytest.raises(Internal, match="internal error"):
@@ -460,7 +460,7 @@ def test_bytes_that_are_not_text_have_no_json_form() -> None:
 
 
 @pytest.mark.parametrize("datatype", [*NUMERIC, "BOOL"])
-def test_long_tensors_are_written_in_parts(datatype: str) -> None:
+def test_long_tensors_are_encoded_in_parts(datatype: str) -> None:
     values = (np.arange(100_000) % 2).astype(NUMPY[datatype])
     raw = values.tobytes()
     parts = list(tensors.encode_parts(memoryview(raw), datatype, values.shape, "A"))
@@ -491,7 +491,7 @@ def read_back(data: Any) -> list[Any]:
 @pytest.mark.usefixtures("tiny_slices")
 @settings(max_examples=300)
 @given(st.lists(numbers, min_size=1, max_size=8), st.sampled_from([None, 1, 3]))
-def test_slices_come_to_the_same_values(values: list[Any], indent: int | None) -> None:
+def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> None:
     tensor = {"name": "data", "data": values, "datatype": '"data":[', "shape": []}
     body = json.dumps({"id": "x", "inputs": [tensor, {"data": values}]}, indent=indent).encode()
     header = loads_large(body)
@@ -505,7 +505,7 @@ def test_slices_come_to_the_same_values(values: list[Any], indent: int | None) -
 @pytest.mark.usefixtures("tiny_slices")
 @settings(max_examples=500)
 @given(st.lists(numbers, min_size=1, max_size=6), st.data())
-def test_what_is_not_json_is_found_in_slices_too(values: list[Any], data: st.DataObject) -> None:
+def test_malformed_slices_are_refused(values: list[Any], data: st.DataObject) -> None:
     text = bytearray(json.dumps({"inputs": [{"data": values}]}).encode())
     at = data.draw(st.integers(0, len(text) - 1))
     text[at : at + data.draw(st.integers(0, 2))] = data.draw(
@@ -542,7 +542,7 @@ def test_only_data_of_inputs_is_cut() -> None:
     ],
     ids=["short arrays", "blanks", "strings", "strings, cut off", "objects"],
 )
-def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
+def test_cutting_takes_linear_time(text: bytes) -> None:
     """Nobody else is answered meanwhile. The measure is what the standard library's parser takes
     for as many bytes of strings; what this is about took tens of times as long."""
     began = process_time()
@@ -554,7 +554,7 @@ def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
     assert process_time() - began < 8 * parser
 
 
-def test_a_text_has_no_more_members_than_any_request() -> None:
+def test_the_number_of_members_is_limited() -> None:
     """Objects cost ten times what numbers do, and a body has room for 20 million."""
     brackets = json.dumps({"id": "{:" * 300_000}).encode()
     assert loads(brackets) == json.loads(brackets)
@@ -567,7 +567,7 @@ def _names(count: int) -> list[str]:
     return [f"{number}" for number in range(count)]
 
 
-def test_dimensions_and_parameters_have_a_number() -> None:
+def test_dimensions_and_parameters_are_limited() -> None:
     """They go on to schedulers and workers, and into texts."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
     with pytest.raises(InvalidArgument, match="'A' may have 1024 dimensions at most, it has 1025"):
@@ -581,7 +581,7 @@ def test_dimensions_and_parameters_have_a_number() -> None:
     ("datatype", "values"),
     [("BYTES", ["a"] * 300_000), ("BYTES", [["b"]] * 300_000), ("BOOL", [True, False] * 150_000)],
 )
-def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values: list[Any]) -> None:
+def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values: list[Any]) -> None:
     turns = 0
 
     async def others() -> None:
@@ -602,7 +602,7 @@ def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values:
     assert turns > 5
 
 
-def test_long_lists_are_refused_as_short_ones_are() -> None:
+def test_long_lists_have_the_errors_of_short_lists() -> None:
     def refusal(values: list[Any]) -> str:
         parts = tensors.parts(values)
         with pytest.raises(ShmserveError) as by_parts:
@@ -617,7 +617,7 @@ def test_long_lists_are_refused_as_short_ones_are() -> None:
     assert "non-string as string" in refusal([["a"] * 40_000, [1] * 10_000])
 
 
-def test_long_strings_are_written_in_parts() -> None:
+def test_long_strings_are_encoded_in_parts() -> None:
     words = [f"{number}\N{SNOWMAN}" for number in range(50_000)]
     raw = b"".join(struct.pack("<I", len(word.encode())) + word.encode() for word in words)
     parts = list(tensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
@@ -682,7 +682,7 @@ def test_the_response_has_its_keys_in_order() -> None:
     assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
 
 
-def test_a_response_is_made_for_what_was_asked() -> None:
+def test_a_response_contains_the_requested_outputs() -> None:
     """Binary outputs have their size, others their array, those in regions neither."""
     datas = {"A": b"\1\2", "B": b"\3\4", "C": b"\5\6"}
     answer = Inferred(tuple(TensorRef(name, "INT8", (2,), data) for name, data in datas.items()))
@@ -700,7 +700,7 @@ def test_a_response_is_made_for_what_was_asked() -> None:
     assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
 
 
-def test_an_output_must_have_room_in_its_region() -> None:
+def test_an_output_must_fit_its_region() -> None:
     signature = Signature(ModelSpec.of(SIMPLE), "1")
     check_capacity(signature, "OUTPUT0", 128, 2)
     with pytest.raises(
@@ -743,7 +743,7 @@ def test_an_output_must_have_room_in_its_region() -> None:
         ),
     ],
 )
-def test_the_heaviest_encoding_wins(header: str, chosen: str) -> None:
+def test_the_encoding_with_the_highest_weight_is_used(header: str, chosen: str) -> None:
     assert accepted_encoding(header) == chosen
 
 
@@ -755,24 +755,24 @@ def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
 
 
 @given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
-def test_compressed_bodies_survive(raw: bytes, step: int, encoding: str) -> None:
+def test_compressed_bodies_round_trip(raw: bytes, step: int, encoding: str) -> None:
     packed = b"".join(deflated([raw[:100], memoryview(raw)[100:]], encoding))
     assert inflated(packed, step=step) == raw
     assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
 
 
-def test_members_follow_each_other() -> None:
+def test_compressed_bodies_may_have_several_members() -> None:
     assert inflated(gzip.compress(b"a") + gzip.compress(b"b")) == b"ab"
 
 
 @given(st.binary(max_size=100))
-def test_any_bytes_inflate_or_are_refused(raw: bytes) -> None:
+def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
     for body in (raw, gzip.compress(b"x" * 50)[: len(raw)], gzip.compress(b"x") + raw):
         with contextlib.suppress(InvalidArgument):
             inflated(body)
 
 
-def test_what_comes_to_nothing_is_given_up() -> None:
+def test_compressed_bodies_without_output_are_refused() -> None:
     """R13: members, or blocks, with nothing in them are not read for ever."""
     nothing = gzip.compress(b"") * 100
     with pytest.raises(InvalidArgument, match="mostly overhead"):
@@ -784,7 +784,7 @@ def test_what_comes_to_nothing_is_given_up() -> None:
     assert sum(map(len, Inflater(LIMIT).feed(many))) == 200_000
 
 
-def test_a_bomb_stops_at_the_ceiling() -> None:
+def test_a_decompression_bomb_stops_at_the_limit() -> None:
     bomb = zlib.compress(bytes(200 * 1024 * 1024), 9)
     pieces = Inflater(LIMIT).feed(bomb)
     assert sum(len(next(pieces)) for _ in range(4)) == LIMIT
@@ -802,7 +802,7 @@ def test_a_bomb_stops_at_the_ceiling() -> None:
         (b"nope", "failed to decompress"),
     ],
 )
-def test_what_is_not_compressed_is_refused(raw: bytes, text: str) -> None:
+def test_uncompressed_data_is_refused(raw: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         inflated(raw)
 

@@ -8,16 +8,16 @@ import pytest
 from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.openai import fields
-from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, carried
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, supported_fields
 
 
 def kept(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> Any:
-    return carried(body, known, refuse)
+    return supported_fields(body, known, refuse)
 
 
 def refusal(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> str:
     with pytest.raises(InvalidArgument) as raised:
-        carried(body, known, refuse)
+        supported_fields(body, known, refuse)
     return raised.value.message
 
 
@@ -35,7 +35,7 @@ def test_null_is_absent_for_every_field() -> None:
         ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION),
     ],
 )
-def test_what_is_carried_out_is_passed_on(body: dict[str, Any], known: frozenset[str]) -> None:
+def test_supported_fields_are_returned(body: dict[str, Any], known: frozenset[str]) -> None:
     assert kept(body, known, refuse=True) == body
 
 
@@ -47,27 +47,27 @@ def test_what_is_carried_out_is_passed_on(body: dict[str, Any], known: frozenset
         {"logits_processors": [], "mm_processor_kwargs": {}, "detokenize": True},
     ],
 )
-def test_what_has_no_effect_is_dropped(body: dict[str, Any]) -> None:
+def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
     assert kept(body, refuse=True) == {}
 
 
 @pytest.mark.parametrize(
     ("body", "known", "message"),
     [
-        ({"suffix": "!"}, COMPLETION, "suffix: '!' is refused: texts before a suffix"),
+        ({"suffix": "!"}, COMPLETION, "suffix: '!' is refused: insertion before a suffix"),
         ({"store": True}, CHAT, "store: True is refused: only false is supported"),
         ({"store": 0}, CHAT, "store: 0 is refused"),
         ({"modalities": ["text", "audio"]}, CHAT, 'only ["text"] is supported'),
         ({"functions": [{}]}, CHAT, "it is replaced by tools"),
         ({"echo": True}, CHAT, "echo: True is refused"),
-        ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the model has vectors"),
+        ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the vectors of the model"),
         ({"audio": {}, "cache_salt": "s"}, CHAT,
          "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
         ({"temperature": float("nan")}, COMPLETION, "temperature: nan is not a finite number"),
         ({"top_p": float("inf")}, CHAT, "top_p: inf is not a finite number"),
     ],
 )  # fmt: skip
-def test_what_is_refused_says_what_is_supported(
+def test_refusals_contain_the_supported_values(
     body: dict[str, Any], known: frozenset[str], message: str
 ) -> None:
     assert message in refusal(body, known)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.http import routes
-from shmserve.gateway.http.routes import ROUTES, described
+from shmserve.gateway.http.routes import ROUTES, openapi_document
 from shmserve.gateway.http.routing import Route
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
-DOCUMENT = described(ROUTES)
+DOCUMENT = openapi_document(ROUTES)
 OPERATIONS = [
     (path, method, operation)
     for path, methods in DOCUMENT["paths"].items()
@@ -26,7 +26,7 @@ def served(path: str, method: str) -> Route:
     return found[0]
 
 
-def test_every_route_is_in_it_and_nothing_else() -> None:
+def test_the_document_has_exactly_the_routes() -> None:
     described_routes = json.loads((routes._PAGES / "operations.json").read_bytes())["operations"]
     assert set(described_routes) == {f"{route.method} {route.path}" for route in ROUTES.routes}
     assert {served(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
@@ -35,7 +35,7 @@ def test_every_route_is_in_it_and_nothing_else() -> None:
         assert operation["summary"].endswith(("200.", "501.", ".")) and operation["tags"]
 
 
-def test_what_may_be_left_out_of_a_path_makes_two() -> None:
+def test_an_optional_part_makes_two_paths() -> None:
     paths = DOCUMENT["paths"]
     assert {"/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(paths)
     (model, version) = paths["/v2/models/{model}/versions/{version}"]["get"]["parameters"]
@@ -43,7 +43,7 @@ def test_what_may_be_left_out_of_a_path_makes_two() -> None:
     assert version["schema"]["pattern"] == "^[1-9][0-9]{0,8}$"
 
 
-def test_names_are_unique_and_references_lead_somewhere() -> None:
+def test_names_are_unique_and_references_resolve() -> None:
     names = [operation["operationId"] for _, _, operation in OPERATIONS]
     assert len(set(names)) == len(names)
     used = set(_references(DOCUMENT))

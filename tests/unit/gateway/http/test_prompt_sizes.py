@@ -41,12 +41,12 @@ LONG = "a" * (LARGE + 1)
         ([LONG], ""),
     ],
 )
-def test_a_prompt_that_no_model_takes_is_found(body: Any, found: str) -> None:
+def test_a_prompt_that_is_too_long_is_found(body: Any, found: str) -> None:
     error = long_prompt(body, LONGEST, "m")
     assert found in error if found else not error
 
 
-def test_another_process_parses_while_others_are_served() -> None:
+def test_another_process_parses_large_bodies() -> None:
     body = json.dumps({"prompt": [123] * 1_000_000}).encode()
     gaps = []
 
@@ -57,17 +57,17 @@ def test_another_process_parses_while_others_are_served() -> None:
             gaps.append(time.thread_time() - last)
             last = time.thread_time()
 
-    async def both() -> str:
+    async def bodies_at_once() -> str:
         other = asyncio.create_task(served())
         found = await find_long_prompt([body[:9], body[9:]], LONGEST, "m")
         other.cancel()
         return found
 
-    assert "1000000 tokens are above 100" in asyncio.run(both())
+    assert "1000000 tokens are above 100" in asyncio.run(bodies_at_once())
     assert max(gaps) < 0.02  # of computing: others may have the processor
 
 
-def test_what_is_no_json_has_no_prompt() -> None:
+def test_malformed_json_is_reported() -> None:
     with pytest.raises(JsonFault, match="failed to parse the request JSON buffer"):
         asyncio.run(find_long_prompt([b"{" * 9], LONGEST))
     doubled = asyncio.run(find_long_prompt([b'{"a": 1, "a": 2}'], LONGEST))

@@ -48,7 +48,7 @@ class Asked:
         self.connection.sendall(packed(value))
         return read_reply(self.connection)
 
-    def hold(self, value: int) -> None:
+    def reserve(self, value: int) -> None:
         """Send one more, which the scheduler has and keeps."""
         self.scheduler.held = True
         self.connection.sendall(packed(value))
@@ -79,7 +79,7 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
             yield made
 
 
-def test_what_is_wrong_is_said(asked: Asked) -> None:
+def test_an_invalid_request_is_refused(asked: Asked) -> None:
     assert "attempt to access JSON non-signed-integer" in asked.ask(2.5).error
     assert asked.is_right(20)
     assert asked.is_right(21)
@@ -89,8 +89,8 @@ def test_what_is_wrong_is_said(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("code", "status", "message"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
 )
-def test_a_failure_is_said(asked: Asked, code: str, status: int, message: str) -> None:
-    asked.hold(30)
+def test_a_failure_is_reported(asked: Asked, code: str, status: int, message: str) -> None:
+    asked.reserve(30)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
     asked.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
@@ -99,8 +99,8 @@ def test_a_failure_is_said(asked: Asked, code: str, status: int, message: str) -
     assert asked.is_right(31)
 
 
-def test_a_malformed_answer_is_an_internal_error(asked: Asked) -> None:
-    asked.hold(32)
+def test_a_malformed_response_is_an_internal_error(asked: Asked) -> None:
+    asked.reserve(32)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
     asked.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
@@ -109,7 +109,7 @@ def test_a_malformed_answer_is_an_internal_error(asked: Asked) -> None:
     assert asked.is_right(33)
 
 
-def test_an_answer_of_another_form_is_given(asked: Asked) -> None:
+def test_a_response_with_another_schema_is_sent(asked: Asked) -> None:
     """Of other outputs, in the memory of a worker, which is released."""
     values = np.arange(16, dtype=np.int32)
     arena = Arena(ARENA)
@@ -129,7 +129,7 @@ def test_an_answer_of_another_form_is_given(asked: Asked) -> None:
     arena.close()
 
 
-def test_numbers_that_json_has_no_form_for_are_refused_as_ever(asked: Asked) -> None:
+def test_numbers_without_json_representation_are_refused(asked: Asked) -> None:
     """Or sent as they always are: the long way writes them."""
 
     def compute(value: float) -> Callable[[Inference], Inferred]:
@@ -144,8 +144,8 @@ def test_numbers_that_json_has_no_form_for_are_refused_as_ever(asked: Asked) -> 
     assert (first.status, first.body) == (second.status, second.body)
 
 
-def test_who_leaves_cancels_it(asked: Asked) -> None:
-    asked.hold(60)
+def test_a_disconnect_cancels_the_request(asked: Asked) -> None:
+    asked.reserve(60)
     ((_, submit),) = asked.scheduler.waiting
     asked.connection.close()
     until("it is cancelled", lambda: Cancel(submit.id) in asked.scheduler.notices)
@@ -154,9 +154,9 @@ def test_who_leaves_cancels_it(asked: Asked) -> None:
     until("nothing is left of it", lambda: asked.gateway.received_of(Drained))
 
 
-def test_what_comes_behind_it_is_answered_behind_it(asked: Asked) -> None:
+def test_pipelined_requests_are_answered_in_order(asked: Asked) -> None:
     """Whether it is like it or not, and whole or not."""
-    asked.hold(61)
+    asked.reserve(61)
     other = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
     asked.connection.sendall(packed(62) + other + packed(63)[:50])
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
@@ -179,8 +179,8 @@ def _next_json(stream: BinaryIO) -> Any:
     return json.loads(stream.read(size))
 
 
-def test_a_lost_scheduler_costs_no_answer(asked: Asked) -> None:
-    asked.hold(64)
+def test_the_loss_of_a_scheduler_loses_no_response(asked: Asked) -> None:
+    asked.reserve(64)
     asked.scheduler.close()
     successor = asked.gateway.scheduler(add_sub)
     asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, successor.endpoint))
@@ -189,7 +189,7 @@ def test_a_lost_scheduler_costs_no_answer(asked: Asked) -> None:
     assert asked.is_right(65)
 
 
-def test_a_request_that_no_scheduler_takes_fails_at_once(asked: Asked) -> None:
+def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
     """Before the gateway hears that the model is withdrawn."""
     asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, ""))
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
@@ -202,7 +202,7 @@ def test_a_request_that_no_scheduler_takes_fails_at_once(asked: Asked) -> None:
     assert "Traceback" not in asked.gateway.log
 
 
-def test_a_model_that_moved_is_called_where_it_is(asked: Asked) -> None:
+def test_a_moved_scheduler_receives_later_requests(asked: Asked) -> None:
     """And one that was withdrawn nowhere."""
     moved = asked.gateway.scheduler(add_sub)
     asked.gateway.publish(SIMPLE, moved)
@@ -215,7 +215,7 @@ def test_a_model_that_moved_is_called_where_it_is(asked: Asked) -> None:
     assert asked.is_right(68)
 
 
-def test_a_later_version_is_the_latest(asked: Asked) -> None:
+def test_a_new_version_becomes_the_latest(asked: Asked) -> None:
     """Though the one before it is there still."""
     later = asked.gateway.scheduler(add_sub)
     asked.gateway.publish(SIMPLE, later, "2")
@@ -223,8 +223,8 @@ def test_a_later_version_is_the_latest(asked: Asked) -> None:
     assert len(later.submits) == 1
 
 
-def test_who_is_answered_while_the_gateway_drains_is_told_to_go(asked: Asked) -> None:
-    asked.hold(70)
+def test_responses_during_a_drain_close_the_connection(asked: Asked) -> None:
+    asked.reserve(70)
     with raw_connection(asked.gateway.port) as idle:
         asked.gateway.http.get("/v2/health/live").ok()  # that is accepted
         asked.gateway.send(Drain())

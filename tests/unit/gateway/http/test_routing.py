@@ -110,13 +110,13 @@ def test_an_error_has_the_form_of_its_route(
     responses = [handled(request) for request in requests]
     assert [response.status for response in responses] == [status, status]
     assert all(header in response.headers for response in responses)
-    other, tritons = (json.loads(b"".join(response.pieces)) for response in responses)
+    other, triton_families = (json.loads(b"".join(response.pieces)) for response in responses)
     assert other["error"]["message"] == message and "type" in other["error"]
-    assert tritons == {"error": message}
+    assert triton_families == {"error": message}
     assert [request.asked for request in requests] == [["inference"]] * 2
 
 
-def test_a_route_is_authorised_once_for_a_head_and_what_is_no_route_is_not() -> None:
+def test_a_head_is_authorised_once_and_unknown_paths_never() -> None:
     request = Request("GET", "/v2/health")
     assert handled(request).status == handled(request).status == 200
     assert request.asked == ["health"]
@@ -186,7 +186,7 @@ def test_pages_of_allowed_origins_may_use_the_server(
     assert (post.repeat is None) is bool(allowed)
 
 
-def test_what_is_no_page_of_an_allowed_origin_has_no_permission() -> None:
+def test_other_origins_have_no_permission() -> None:
     cors = Cors(["*"])
     asks: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     for request, status in (
@@ -282,7 +282,7 @@ def sent(batches: Batches, transport: Transport, *, http10: bool = False) -> byt
     return body
 
 
-def test_chunks_that_are_there_are_written_at_once_and_an_empty_one_ends_nothing() -> None:
+def test_available_chunks_are_written_together_and_an_empty_chunk_ends_nothing() -> None:
     transport = Transport()
     body = sent(Batches([b"ab", b"", b"c" * 17], [b"d"]), transport)
     assert body == b"2\r\nab\r\n11\r\n" + b"c" * 17 + b"\r\n1\r\nd\r\n0\r\n\r\n"
@@ -290,14 +290,14 @@ def test_chunks_that_are_there_are_written_at_once_and_an_empty_one_ends_nothing
     assert sent(Batches([b"ab", b"c"], [b"d"]), Transport(), http10=True) == b"abcd"
 
 
-def test_no_more_is_made_for_a_client_that_is_gone() -> None:
+def test_nothing_is_produced_for_a_disconnected_client() -> None:
     batches, transport = Batches([b"a"], [b"b"], [b"c"]), Transport(leaves=2)
     with pytest.raises(ConnectionResetError):
         sent(batches, transport)
     assert batches.made == 1
 
 
-def test_a_body_that_fails_is_not_ended_as_a_whole_one() -> None:
+def test_a_failed_body_is_not_terminated() -> None:
     transport = Transport()
     with pytest.raises(NotFound):
         sent(Batches([b"a"], NotFound("x")), transport)

@@ -178,7 +178,7 @@ def test_one_response(ask: Any) -> None:
         ("failed", 400, "bad"),
     ],
 )
-def test_what_is_not_one_response(ask: Any, said: str, status: int, text: str) -> None:
+def test_several_or_no_responses_are_an_error(ask: Any, said: str, status: int, text: str) -> None:
     asked = ask("generate")
     number = asked.number
     one, bad = response(number, 1), error(number, "bad")
@@ -234,7 +234,7 @@ def test_no_response_is_an_empty_stream(ask: Any) -> None:
     assert (events(reply), reply.body) == ([], b"")
 
 
-def test_an_event_comes_before_the_next_is_there(ask: Any) -> None:
+def test_an_event_is_sent_before_the_next_response(ask: Any) -> None:
     asked = ask("generate_stream")
     asked.say(response(asked.number, 1))
     got = b""
@@ -247,7 +247,7 @@ def test_an_event_comes_before_the_next_is_there(ask: Any) -> None:
     assert b'"OUT":2' in rest
 
 
-def test_the_first_response_makes_the_status(ask: Any) -> None:
+def test_the_first_response_determines_the_status(ask: Any) -> None:
     asked = ask("generate_stream")
     asked.say(error(asked.number, "bad"), response(asked.number, 1, final=True))
     reply = asked.reply()
@@ -267,7 +267,7 @@ def test_an_error_after_the_first_is_an_event(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
-def test_errors_before_the_model_is_asked(gateway: Rig, repeat: Scheduler, verb: str) -> None:
+def test_errors_before_the_submission(gateway: Rig, repeat: Scheduler, verb: str) -> None:
     path = f"/v2/models/repeat/{verb}"
     http = Http(gateway.port)
     cases: list[tuple[int, str, Any, dict[str, str]]] = [
@@ -368,7 +368,7 @@ def test_errors_of_infer_as_a_stream(ask: Any) -> None:
     assert events(asked.reply().ok())[1] == {"error": "bad"}
 
 
-def test_a_client_of_http_1_0_gets_no_chunks(ask: Any) -> None:
+def test_an_http_1_0_client_receives_no_chunks(ask: Any) -> None:
     asked = ask("infer", accept=LINES, version="1.0")
     asked.say(response(asked.number, 1), response(asked.number, 2, final=True))
     head, _, body = asked.raw().partition(b"\r\n\r\n")
@@ -376,7 +376,7 @@ def test_a_client_of_http_1_0_gets_no_chunks(ask: Any) -> None:
     assert [json.loads(line)["outputs"][0]["data"] for line in body.splitlines()] == [[1], [2]]
 
 
-def test_a_connection_goes_on_after_a_stream(gateway: Rig, ask: Any) -> None:
+def test_a_connection_is_reused_after_a_stream(gateway: Rig, ask: Any) -> None:
     asked = ask("generate_stream")
     asked.say(response(asked.number, 1, final=True))
     asked.reply().ok()
@@ -415,7 +415,7 @@ def test_outputs_are_released_when_they_are_encoded(ask: Any, repeat: Scheduler,
     arena.close()
 
 
-def test_outputs_that_nobody_reads_are_released(ask: Any, repeat: Scheduler) -> None:
+def test_unread_outputs_are_released(ask: Any, repeat: Scheduler) -> None:
     arena = Arena(8 << 20)
     asked = ask("generate")
     asked.say(*(in_arena(arena, asked.number, 10_000) for _ in range(5)))
@@ -429,7 +429,7 @@ def test_outputs_that_nobody_reads_are_released(ask: Any, repeat: Scheduler) -> 
 
 @pytest.mark.parametrize("said", [0, 1])
 @pytest.mark.parametrize("verb", ["generate", "generate_stream", "infer"])
-def test_who_leaves_cancels(ask: Any, verb: str, said: int) -> None:
+def test_a_disconnect_cancels_the_request(ask: Any, verb: str, said: int) -> None:
     """Before the first response, and after it."""
     asked = ask(verb, accept=EVENTS)
     for value in range(said):
@@ -440,7 +440,7 @@ def test_who_leaves_cancels(ask: Any, verb: str, said: int) -> None:
     until("the model hears of it", lambda: asked.cancelled)
 
 
-def test_credit_is_granted_for_what_is_read(ask: Any) -> None:
+def test_credit_is_returned_for_responses_that_are_read(ask: Any) -> None:
     asked = ask("generate_stream")
     sent = 0
     while sent < 500:
@@ -452,7 +452,7 @@ def test_credit_is_granted_for_what_is_read(ask: Any) -> None:
     assert [event["OUT"] for event in events(asked.reply().ok())] == list(range(sent))
 
 
-def test_who_does_not_read_gets_no_credit_and_is_cut_off(ask: Any) -> None:
+def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(ask: Any) -> None:
     """After the time that a client may stall; memory for what it does not read is bounded."""
     asked = ask("infer", accept=LINES)
     sent = 0

@@ -38,10 +38,10 @@ def test_settings(values: list[tuple[int, int]]) -> None:
     )
 
 
-def test_a_number() -> None:
+def test_a_32_bit_integer() -> None:
     assert frames.parse_long(b"\xff\0\0\1", "it") == 0xFF000001
     for wrong in (b"", b"123", b"12345"):
-        with pytest.raises(ConnectionFault, match="it of a wrong size") as caught:
+        with pytest.raises(ConnectionFault, match="it of an invalid length") as caught:
             frames.parse_long(wrong, "it")
         assert caught.value.code is FaultCode.FRAME_SIZE_ERROR
 
@@ -87,9 +87,7 @@ def _seen(engine: Engine) -> Any:
     st.binary(max_size=8),
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
-def test_it_makes_no_difference_how_bytes_are_cut(
-    sent: list[bytes], rest: bytes, steps: list[int]
-) -> None:
+def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: list[int]) -> None:
     """Nor how many frames are handled in a turn."""
     stream = wire.OPENED + b"".join(sent) + rest
     limits = Limits(frame=16384, window=70000)
@@ -106,7 +104,7 @@ def test_it_makes_no_difference_how_bytes_are_cut(
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes(data: bytes) -> None:
+def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
     """They are frames, or the connection is told what is wrong."""
     engine = Engine().take(wire.OPENED + data)
     assert engine.gone is None or engine.http2.closing

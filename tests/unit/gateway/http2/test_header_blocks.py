@@ -47,9 +47,7 @@ blocks = st.builds(
 
 @settings(max_examples=300)
 @given(st.lists(blocks, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=25))
-def test_a_block_means_what_it_means_to_a_decoder_that_keeps_nothing(
-    known: list[bytes], order: list[int]
-) -> None:
+def test_cached_blocks_equal_decoded_blocks(known: list[bytes], order: list[int]) -> None:
     ours, theirs = HeaderDecoder(RequestFields, _LARGEST), Decoder(_LARGEST)
     for number in order:
         block, what = known[number % len(known)], number % 3
@@ -89,7 +87,7 @@ def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, byte
             assert list(ours.request(block)) == [*start, *fields]
 
 
-def test_what_is_asked_again_is_read_once() -> None:
+def test_a_repeated_block_is_decoded_once() -> None:
     reads: list[object] = []
 
     def read(fields: Fields) -> RequestFields:
@@ -104,7 +102,7 @@ def test_what_is_asked_again_is_read_once() -> None:
     assert decoder.request(REQUEST) is not first
 
 
-def test_a_table_may_change_and_be_as_long_as_before() -> None:
+def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
     """A field that comes takes the place of one that goes: the same bytes mean another."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     newest = REQUEST + b"\xbe"
@@ -124,38 +122,38 @@ def test_a_malformed_request_stays_malformed() -> None:
             decoder.request(REQUEST[:2])
 
 
-def test_a_bounded_number_is_kept() -> None:
+def test_the_cache_is_bounded() -> None:
     """And no long ones: memory is for what comes often."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     for number in range(1000):
         decoder.request(REQUEST + encode(((b"a", b"%d" % number),)))
-        assert len(decoder._known) <= 64
+        assert len(decoder._heads) <= 64
     long = REQUEST + encode(((b"a", b"x" * 1000),))
     decoder.request(long)
-    assert long not in decoder._known
+    assert long not in decoder._heads
 
 
-def test_without_a_look_at_the_table_nothing_is_kept() -> None:
+def test_nothing_is_cached_without_access_to_the_table() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
-    decoder._keeps = False
+    decoder._caches = False
     assert decoder.request(REQUEST) is not decoder.request(REQUEST)
 
 
 @given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=300)), max_size=5))
-def test_what_we_encode(fields: list[tuple[bytes, bytes]]) -> None:
+def test_encoded_blocks_are_decoded_by_clients(fields: list[tuple[bytes, bytes]]) -> None:
     """It is what it was, and leaves no trace in a client's table."""
     decoder = Decoder()
     assert list(decoder.decode(encode(fields), raw=True)) == fields
     assert not decoder.header_table.dynamic_entries
 
 
-def test_lengths_at_the_edges_of_numbers() -> None:
+def test_lengths_at_the_limits_of_integers() -> None:
     for size in (0, 126, 127, 128, 254, 255, 16510, 16511, 40000):
         field = (b"n" * size, b"v" * size)
         assert list(Decoder(10**6).decode(encode([field]), raw=True)) == [field]
 
 
-def test_a_list_that_is_too_large() -> None:
+def test_a_header_list_that_is_too_large_is_refused() -> None:
     """By the sum of its fields, as HPACK counts them, before they are all there."""
     decoder = HeaderDecoder(RequestFields, 1000)
     field = b"\x00" + _string(b"n" * 34) + _string(b"v" * 34)  # 100 bytes

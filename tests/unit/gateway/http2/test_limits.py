@@ -77,7 +77,7 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.mark.parametrize("name", GIVEN_UP)
-def test_streams_that_are_given_up(name: str) -> None:
+def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED)
@@ -91,7 +91,7 @@ def test_streams_that_are_given_up(name: str) -> None:
     assert len(engine.sent) < 100
 
 
-def test_as_many_as_time_allows() -> None:
+def test_resets_are_refilled_over_time() -> None:
     """Who gives up streams more slowly may go on."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED)
@@ -101,7 +101,7 @@ def test_as_many_as_time_allows() -> None:
     assert engine.gone is None
 
 
-def test_who_is_answered_may_give_up_as_many() -> None:
+def test_responses_earn_stream_resets() -> None:
     """As clients with deadlines do, at any rate; and when their ends cross ours."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 4000, 4):
@@ -142,7 +142,7 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_floods(name: str) -> None:
+def test_floods_end_the_connection(name: str) -> None:
     """A number of them at once ends it; what is answered is bounded by what comes."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
@@ -157,7 +157,7 @@ def test_floods(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_as_many_as_an_honest_client_sends(name: str) -> None:
+def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """As time allows, or with calls: it may go on."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
@@ -169,7 +169,7 @@ def test_as_many_as_an_honest_client_sends(name: str) -> None:
     assert engine.gone is None
 
 
-def test_calls_earn_what_clients_say_beside_them() -> None:
+def test_calls_earn_control_frames() -> None:
     """A PING and a WINDOW_UPDATE for each call, as some clients send, at any rate."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 2000, 2):
@@ -179,7 +179,7 @@ def test_calls_earn_what_clients_say_beside_them() -> None:
     assert engine.gone is None
 
 
-def test_data_that_is_sent_earns_what_clients_say_of_it() -> None:
+def test_sent_data_earns_window_updates() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(1000):
         engine.http2.sending.data(engine.stream(1), b"token")
@@ -187,7 +187,7 @@ def test_data_that_is_sent_earns_what_clients_say_of_it() -> None:
     assert engine.gone is None
 
 
-def test_data_that_is_sent_together_earns_for_each_message() -> None:
+def test_messages_in_one_frame_earn_window_updates_each() -> None:
     """A client may grant more for each message that its program takes, when all have come."""
     engine = Engine(SMALL, Clock()).take(
         OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
@@ -204,7 +204,7 @@ def test_data_that_is_sent_together_earns_for_each_message() -> None:
 # --- header blocks
 
 
-def test_continuations_without_an_end() -> None:
+def test_endless_continuations_are_refused() -> None:
     for piece in (b"", b"\x84"):
         engine = Engine().take(OPENED + frame(HEADERS, END_STREAM, 1, REQUEST))
         for _ in range(Limits().continuations):
@@ -212,7 +212,7 @@ def test_continuations_without_an_end() -> None:
         assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
-def test_a_header_block_without_an_end() -> None:
+def test_an_endless_header_block_is_refused() -> None:
     """By its bytes on the wire, before they are here."""
     limits = Limits(header_block=20000)
     engine = Engine(limits).take(OPENED + frame(HEADERS, 0, 1, bytes(15000)))
@@ -222,7 +222,7 @@ def test_a_header_block_without_an_end() -> None:
     assert Engine(limits).take(OPENED + head).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
-def test_a_header_list_is_bounded_while_it_expands() -> None:
+def test_a_header_list_is_limited_while_it_is_decoded() -> None:
     """A large field of the table, of which each mention takes a byte."""
     field = b"\x40\x01a\x7f\xc1\x1e" + b"x" * 4032
     engine = Engine().take(OPENED + begin(1, block=REQUEST + field))
@@ -234,7 +234,7 @@ def test_a_header_list_is_bounded_while_it_expands() -> None:
     assert peak < 2**20
 
 
-def test_many_small_fields() -> None:
+def test_many_small_fields_are_refused() -> None:
     engine = Engine().take(OPENED)
     assert engine.take(begin(1, block=REQUEST + b"\x90" * 3000)).gone is FaultCode.ENHANCE_YOUR_CALM
 
@@ -242,7 +242,7 @@ def test_many_small_fields() -> None:
 # --- streams, and data
 
 
-def test_streams_without_an_end() -> None:
+def test_too_many_streams_are_refused() -> None:
     """So many at once; who goes on beginning them is shown out."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 1000, 2):
@@ -252,7 +252,7 @@ def test_streams_without_an_end() -> None:
     assert len(engine.resets) == SMALL.resets
 
 
-def test_data_without_an_end() -> None:
+def test_data_beyond_the_window_is_refused() -> None:
     """What is not granted again ends the stream."""
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(SMALL.window // 16384 + 1):
@@ -261,7 +261,7 @@ def test_data_without_an_end() -> None:
     assert len(engine.requests[1].data) <= SMALL.window
 
 
-def test_frames_without_an_end() -> None:
+def test_incomplete_frames_are_bounded() -> None:
     """Data is not collected; of any other frame no more than a size is."""
     engine = Engine().take(OPENED + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
     for _ in range(60):
@@ -272,7 +272,7 @@ def test_frames_without_an_end() -> None:
         assert Engine().take(OPENED + head).gone is FaultCode.FRAME_SIZE_ERROR
 
 
-def test_who_does_not_read() -> None:
+def test_a_client_that_does_not_read_is_bounded() -> None:
     """What is owed to it is bounded, however many calls it makes that are answered at once."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     engine.http2.sending.paused = True
@@ -310,7 +310,7 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
         (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000), 1),
     ],
 )
-def test_a_turn_is_bounded(piece: bytes, most: int) -> None:
+def test_the_work_of_a_turn_is_bounded(piece: bytes, most: int) -> None:
     """By frames, all of which are handled in the end; what carries nothing counts as more."""
     engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
     handled = list(_turns(engine, piece * 1000))
@@ -319,7 +319,7 @@ def test_a_turn_is_bounded(piece: bytes, most: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "most"), [(0, 10), (70, 8), (5000, 1)])
-def test_requests_are_more_work(size: int, most: int) -> None:
+def test_requests_count_as_more_work(size: int, most: int) -> None:
     """Long header blocks more than short ones, in one frame or in several."""
     field = encode([(b"a", b"x" * size)])
     for sent in (
@@ -335,7 +335,7 @@ def test_requests_are_more_work(size: int, most: int) -> None:
         assert len(engine.http2.streams) == 40
 
 
-def test_what_comes_meanwhile_waits_its_turn() -> None:
+def test_frames_received_meanwhile_stay_in_order() -> None:
     limits = Limits(frames=10)
     engine = Engine(limits).take(OPENED)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
@@ -347,7 +347,7 @@ def test_what_comes_meanwhile_waits_its_turn() -> None:
     assert answers == [struct.pack(">Q", number) for number in range(40)]
 
 
-def test_nothing_is_pending_once_it_is_over() -> None:
+def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
     engine.http2.receive(OPENED + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
     assert engine.http2.closing
@@ -355,7 +355,7 @@ def test_nothing_is_pending_once_it_is_over() -> None:
     assert not engine.http2._buffer
 
 
-def test_windows_that_grow_are_looked_at_once_a_turn() -> None:
+def test_enlarged_windows_are_used_once_per_turn() -> None:
     """However many frames make them grow, and however many streams wait."""
     looks = 0
 
@@ -383,7 +383,7 @@ def test_windows_that_grow_are_looked_at_once_a_turn() -> None:
 # --- budgets
 
 
-def test_a_budget() -> None:
+def test_a_budget_is_spent_and_exhausted() -> None:
     clock = Clock()
     budget = Budget(3, 2.0, clock, "things")
     for _ in range(3):
@@ -407,7 +407,7 @@ def test_time_refills_a_budget() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["spend", "earn", "wait"]), st.integers(0, 50))))
-def test_no_more_is_spent_than_there_was(deeds: list[tuple[str, int]]) -> None:
+def test_a_refill_does_not_exceed_the_capacity(deeds: list[tuple[str, int]]) -> None:
     """In all; and at once no more than twice the most: what is there, and what time has earned."""
     clock = Clock()
     budget = Budget(10, 2.0, clock, "things")

@@ -136,7 +136,7 @@ deeds = st.tuples(
 
 @settings(max_examples=200)
 @given(st.lists(deeds, max_size=30))
-def test_any_client(done: list[tuple[str, int, int]]) -> None:
+def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> None:
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
     for what, stream, size in done:
@@ -172,14 +172,14 @@ def test_a_response_is_three_frames() -> None:
     assert done == [1]
 
 
-def test_a_response_to_who_has_not_said_all() -> None:
+def test_a_response_before_the_end_of_the_request() -> None:
     """8.1: the rest of the request is not wanted."""
     engine = Engine().take(OPENED + begin(1, end=False))
     engine.http2.sending.respond(engine.stream(1), FORM, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
-def test_streams_take_turns_in_the_window_of_all() -> None:
+def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     """None of them has all of a window that is given in small pieces."""
     engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
     sending = engine.http2.sending
@@ -192,7 +192,7 @@ def test_streams_take_turns_in_the_window_of_all() -> None:
     assert gained == [1000] * 4
 
 
-def test_a_long_response_does_not_hold_up_others() -> None:
+def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
     engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
@@ -203,7 +203,7 @@ def test_a_long_response_does_not_hold_up_others() -> None:
     assert engine.stream(1).sent > 2**21
 
 
-def test_a_stream_whose_window_is_used_up_does_not_hold_up_others() -> None:
+def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1, 3))
     sending = engine.http2.sending
     sending.data(engine.stream(1), bytes(100))
@@ -214,7 +214,7 @@ def test_a_stream_whose_window_is_used_up_does_not_hold_up_others() -> None:
     assert list(sending.waiting) == [engine.stream(1)]
 
 
-def test_who_does_not_read_is_owed_a_bounded_number_of_endings() -> None:
+def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     """While the socket takes nothing, a stream is not over, however little is to be said on it."""
     engine = Engine().take(OPENED + begin(1, 3))
     sending = engine.http2.sending
@@ -232,7 +232,7 @@ def test_who_does_not_read_is_owed_a_bounded_number_of_endings() -> None:
     assert not engine.http2.streams
 
 
-def test_an_ending_waits_for_no_window() -> None:
+def test_trailers_need_no_window() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
@@ -244,7 +244,7 @@ def test_an_ending_waits_for_no_window() -> None:
     assert not engine.http2.streams
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     """Whoever waits for a client to take what it has written hears of it."""
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
@@ -256,7 +256,7 @@ def test_progress_is_told() -> None:
     assert left[-1] == 0
 
 
-def test_a_long_header_block_is_cut() -> None:
+def test_a_long_header_block_is_split() -> None:
     """4.2, 6.10: a client need not take frames of more than 16 KiB."""
     engine = Engine().take(OPENED + begin(1, 3))
     block = bytes(40000)
@@ -274,7 +274,7 @@ def test_a_long_header_block_is_cut() -> None:
     ]
 
 
-def test_a_stream_that_is_given_up_is_forgotten() -> None:
+def test_a_dropped_stream_is_released() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     engine.http2.sending.data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))

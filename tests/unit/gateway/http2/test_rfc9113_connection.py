@@ -175,7 +175,7 @@ def test_section(case: Case) -> None:
     case.check(Limits(frame=16384))
 
 
-def test_our_settings_come_first() -> None:
+def test_the_servers_settings_come_first() -> None:
     """3.4: SETTINGS are the first that a server sends, which may come before the preface."""
     engine = Engine(Limits(streams=7, window=70000, frame=20000, header_list=5000))
     first = engine.sent[0]
@@ -184,7 +184,7 @@ def test_our_settings_come_first() -> None:
     assert values == {3: 7, 4: 70000, 5: 20000, 6: 5000}
 
 
-def test_a_ping_is_answered_with_what_it_said() -> None:
+def test_a_ping_is_acknowledged_with_its_payload() -> None:
     """6.7: once, and no answer is answered."""
     engine = Engine().take(OPENED + frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"x" * 8))
     answers = [sent for sent in engine.sent if sent.kind == PING]
@@ -192,7 +192,7 @@ def test_a_ping_is_answered_with_what_it_said() -> None:
     assert engine.acknowledged == [b"x" * 8]
 
 
-def test_settings_are_acknowledged_each() -> None:
+def test_each_settings_frame_is_acknowledged() -> None:
     """6.5.3."""
     engine = Engine().take(OPENED + setting((3, 1)) + setting((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
@@ -211,15 +211,15 @@ def test_goaway_names_the_last_stream() -> None:
     assert len(engine.sent) == before
 
 
-def test_a_drain_tells_twice_and_never_more_than_before() -> None:
+def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:
     """6.8: the last stream of a GOAWAY is never higher than that of the one before."""
     engine = Engine().take(OPENED + BEGUN)
-    engine.http2.refuse_more(finally_=False)
+    engine.http2.send_goaway(final=False)
     engine.take(frame(HEADERS, END_HEADERS, 3, GET))
     assert 3 in engine.requests
-    engine.http2.refuse_more(finally_=True)
+    engine.http2.send_goaway(final=True)
     engine.take(frame(HEADERS, END_HEADERS, 5, GET))
-    engine.http2.refuse_more(finally_=True)
+    engine.http2.send_goaway(final=True)
     assert 5 not in engine.requests
     engine.take(frame(PING, 0, 0))
     named = [struct.unpack_from(">I", it.payload)[0] for it in engine.sent if it.kind == GO_AWAY]

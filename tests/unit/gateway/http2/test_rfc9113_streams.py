@@ -253,7 +253,7 @@ OPEN_ENDED = [
 
 @pytest.mark.parametrize(("name", "late"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
 @pytest.mark.parametrize("how", ["reset", "answered early"])
-def test_a_stream_that_we_have_ended(name: str, late: bytes, how: str) -> None:
+def test_frames_for_a_stream_that_the_server_has_ended(name: str, late: bytes, how: str) -> None:
     """5.1, closed: what its client sent before it knew is ignored."""
     engine = Engine().take(OPENED + BEGUN)
     if how == "reset":
@@ -265,7 +265,7 @@ def test_a_stream_that_we_have_ended(name: str, late: bytes, how: str) -> None:
     engine.check_goes_on()
 
 
-def test_a_stream_that_is_reset_in_the_midst_of_a_frame() -> None:
+def test_a_stream_that_is_reset_within_a_frame() -> None:
     """5.1, closed: the rest of its data is passed over, and the next frame is found."""
     engine = Engine().take(OPENED + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
@@ -284,7 +284,7 @@ def test_header_blocks_of_ended_streams_are_decoded() -> None:
     assert engine.requests[3].fields[-1] == (b"a", b"b")
 
 
-def test_a_stream_that_was_answered_in_whole() -> None:
+def test_frames_for_a_completed_stream() -> None:
     """5.1, closed: both are done; only what may cross the answer is ignored."""
     for late, ends in [
         (window(1, 1) + priority(1) + frame(RESET, 0, 1, bytes(4)), None),
@@ -297,7 +297,7 @@ def test_a_stream_that_was_answered_in_whole() -> None:
         assert engine.take(late).gone is ends
 
 
-def test_more_streams_than_may_be() -> None:
+def test_too_many_concurrent_streams_are_refused() -> None:
     """5.1.2: they are refused, and may be tried again when others are done."""
     engine = Engine(Limits(streams=2)).take(OPENED)
     for stream in (1, 3, 5):
@@ -309,7 +309,7 @@ def test_more_streams_than_may_be() -> None:
     engine.check_goes_on()
 
 
-def test_a_response_goes_on_while_the_request_does() -> None:
+def test_a_response_may_overlap_its_request() -> None:
     """5.1, half closed: what is sent does not depend on what comes."""
     engine = Engine().take(OPENED + BEGUN)
     sending, stream = engine.http2.sending, engine.stream(1)
@@ -323,7 +323,7 @@ def test_a_response_goes_on_while_the_request_does() -> None:
     assert not engine.http2.streams
 
 
-def test_more_data_than_was_granted() -> None:
+def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: of a stream; what is granted counts, padding does, too."""
     limits = Limits(window=65535, frame=16384)
     full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
@@ -338,7 +338,7 @@ def test_more_data_than_was_granted() -> None:
     assert granted.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
 
 
-def test_padding_is_granted_again() -> None:
+def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: it uses up the window, and no receiver of data knows of it."""
     limits = Limits(window=65535, frame=16384)
     engine = Engine(limits).take(OPENED + BEGUN)
@@ -349,7 +349,7 @@ def test_padding_is_granted_again() -> None:
     assert 0 < len(granted) < 40
 
 
-def test_the_window_of_all_is_granted_again() -> None:
+def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
     engine = Engine(Limits(frame=2**20, window=2**20))
     first = [it for it in engine.sent if it.kind == WINDOW]

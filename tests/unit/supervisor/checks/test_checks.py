@@ -50,7 +50,7 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_packages, {"pyzmq": ("", "26")}, WRONG, "pyzmq is missing"),
     (host.judge_packages, {}, WARNING, "not installed"),
     (host.judge_parser, True, OK, "in C"),
-    (host.judge_parser, False, WRONG, "smuggled"),
+    (host.judge_parser, False, WRONG, "request smuggling"),
     (host.judge_units, (0, ""), OK, "none"),
     (host.judge_units, (2, ""), OK, "2, verified"),
     (host.judge_units, (2, "Unknown key 'Typo'"), WARNING, "Typo"),
@@ -169,7 +169,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
         found = {check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))}
-    assert not [name for name, verdict in found.items() if "cannot be looked at" in verdict.found]
+    assert not [name for name, verdict in found.items() if "cannot be inspected" in verdict.found]
     assert found["packages"].state == found["HTTP parser"].state == OK
     assert str(fd_limits.attainable()) in found["open files"].found
     assert found["ports"].state == WRONG
@@ -184,7 +184,7 @@ def test_a_check_that_fails_says_so() -> None:
 
     check = table.HostCheck("broken", gather, lambda _: ok(""))
     assert [verdict.found for _, verdict in table.run_checks(config(), [check])] == [
-        "cannot be looked at: no such file"
+        "cannot be inspected: no such file"
     ]
 
 

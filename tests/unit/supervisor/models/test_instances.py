@@ -239,7 +239,7 @@ def test_a_restart_that_hangs_is_tried_again_and_given_up(
         assert len(written) == 2 and not model.ready
 
     live(story, *LIMIT)
-    assert caplog.text.count(f"did not start again: {OVER}") == 2
+    assert caplog.text.count(f"did not restart: {OVER}") == 2
 
 
 def test_without_a_limit_a_load_may_take_any_time(written: list[str]) -> None:

@@ -333,7 +333,7 @@ def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
         server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await turns(1)
-        assert server.state("e") == ("LOADING", "a process that ended is started again")
+        assert server.state("e") == ("LOADING", "a process is being restarted")
         await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
         state, reason = server.state("e")
         assert (state, reason.partition(":")[0]) == ("UNAVAILABLE", "model 's' failed")

@@ -59,7 +59,7 @@ def leaving() -> list[Any]:
     return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
 
 
-RESTARTING = "a process that ended is started again"
+RESTARTING = "a process is being restarted"
 # (facts, state, reason, whether all of it serves that should)
 TABLE = [
     (serving(Version()), "READY", "", True),

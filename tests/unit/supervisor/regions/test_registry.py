@@ -197,6 +197,6 @@ async def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: st
     office.registry.close()
     os.chmod(f"/dev/shm{key}", 0o666)  # whoever may write to it may truncate it
     office = RegionOffice(handles=unchecked_handles(1))
-    with pytest.raises(InvalidArgument, match="not mapped, nor pinned"):
+    with pytest.raises(InvalidArgument, match="neither mapped nor pinned"):
         await office.registry.register("r", key, 0, 4096, ME, pin=True)
     office.registry.close()

@@ -86,9 +86,9 @@ class Rope:
         if self.kind != "yarn" or "attention_factor" in numbers:
             return numbers.get("attention_factor", 1.0)
         logarithm = 0.1 * math.log(max(numbers["factor"], 1.0))
-        over, under = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
-        if over and under:
-            return (over * logarithm + 1.0) / (under * logarithm + 1.0)
+        numerator, under = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
+        if numerator and under:
+            return (numerator * logarithm + 1.0) / (under * logarithm + 1.0)
         return logarithm + 1.0
 
     def positions(self, given: int) -> int:
@@ -149,7 +149,7 @@ class Architecture:
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self | None:
         """Return the architecture in config.json, or None after adding to `problems`."""
-        known = len(problems)
+        problem_count = len(problems)
         family = _family(config, problems)
         if not family:
             return None
@@ -161,12 +161,12 @@ class Architecture:
         for name, allowed in _SUPPORTED.items():
             if config.get(name, allowed[0]) not in allowed:
                 problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
-        if len(problems) > known:
+        if len(problems) > problem_count:
             return None
         rope = _rope(config, problems)
         positions = rope.positions(config["max_position_embeddings"])
         _check_windows(family, config, positions, problems)
-        if len(problems) > known:
+        if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
         made = cls._made(family, config, heads, positions, rope)
@@ -177,7 +177,7 @@ class Architecture:
             )
         if made.head_dim % 2:
             problems.append(f"config.json: head_dim: {made.head_dim} is not an even number")
-        return None if len(problems) > known else made
+        return None if len(problems) > problem_count else made
 
     @classmethod
     def _made(
@@ -271,9 +271,9 @@ def _check_windows(
 ) -> None:
     """Add a problem if the attention of a layer is limited to a window of positions."""
     types = config.get("layer_types") or []
-    others = sorted({str(each) for each in types} - {"full_attention"})
-    if others:
-        found = ", ".join(others)
+    unsupported = sorted({str(each) for each in types} - {"full_attention"})
+    if unsupported:
+        found = ", ".join(unsupported)
         problems.append(f"config.json: layer_types: {found} is not supported, only full_attention")
     window = config.get("sliding_window")
     slides = family == "mistral"

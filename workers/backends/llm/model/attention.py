@@ -144,9 +144,9 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
     tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
     blocks = np.array(tables, np.int32)[:, :, None] * block_size
     slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
-    seen = np.arange(width) < np.array([row.length for row in rows])[:, None]
-    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
-    return np.where(seen, slots, slots[:, :1]), hidden
+    visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
+    hidden = np.where(visible, np.float32(0), np.float32(-np.inf))
+    return np.where(visible, slots, slots[:, :1]), hidden
 
 
 # The attention of rows in a layer, as a function of the rows' heads [rows, heads of queries, keys
@@ -175,7 +175,7 @@ class Run(NamedTuple):
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
         """Return the rows of a span."""
         blocks = span.table[: -(-span.length // block_size)]
-        apart = any(after - before != 1 for before, after in pairwise(blocks))
+        scattered = any(after - before != 1 for before, after in pairwise(blocks))
         mask = None
         if span.before and (span.prompt or span.size > 1):
             shape = padded(span.size) if span.prompt else span.size, span.length
@@ -185,7 +185,7 @@ class Run(NamedTuple):
             span.size,
             span.length,
             blocks[0] * block_size,
-            torch.tensor(blocks, device=device) if apart else None,
+            torch.tensor(blocks, device=device) if scattered else None,
             mask,
         )
 
@@ -219,21 +219,21 @@ class Attention:
 
     def _find(self, heads: torch.Tensor, layer: int, run: Run) -> torch.Tensor:
         cache = self._cache
-        mine = heads[run.first : run.first + run.size, : cache.query_heads]
+        queries = heads[run.first : run.first + run.size, : cache.query_heads]
         keys, values = self._read(cache.keys[layer], run), self._read(cache.values[layer], run)
         if run.size == 1 and run.mask is None:
             # Query heads that share a key-value head are rows of one product.
-            shared = mine.view(1, keys.shape[1], -1, mine.shape[2])
+            shared = queries.view(1, keys.shape[1], -1, queries.shape[2])
             return functional.scaled_dot_product_attention(shared, keys, values).reshape(1, -1)
         rows = padded(run.size) if run.mask is None else len(run.mask)
-        mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
+        queries = torch.cat((queries, queries[-1:].expand(rows - run.size, -1, -1)))
         found = functional.scaled_dot_product_attention(
-            mine.transpose(0, 1).unsqueeze(0),
+            queries.transpose(0, 1).unsqueeze(0),
             keys,
             values,
             attn_mask=run.mask,
             is_causal=run.mask is None,
-            enable_gqa=keys.shape[1] != mine.shape[1],
+            enable_gqa=keys.shape[1] != queries.shape[1],
         )
         return found.squeeze(0).transpose(0, 1)[: run.size].reshape(run.size, -1)
 

@@ -45,9 +45,9 @@ class KvCache:
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
 
-    def write(self, layer: int, both: torch.Tensor, at: torch.Tensor) -> None:
+    def write(self, layer: int, keys_and_values: torch.Tensor, at: torch.Tensor) -> None:
         """Store keys and values in slots: [tokens, heads of keys and then of values, head size]."""
-        self._layers[layer].index_copy_(1, at, both.transpose(0, 1))
+        self._layers[layer].index_copy_(1, at, keys_and_values.transpose(0, 1))
 
     def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
         """Copy blocks to the host pool, back from it, and within the pool, in this order.
@@ -140,12 +140,12 @@ class Pass:
         self.spans.append(RowSpan(first, len(tokens), start, table, prompt))
         return first
 
-    def only(self, wanted: list[int]) -> Pass:
-        """Return a pass of the `wanted` rows, which are the last ones of their spans."""
+    def only(self, indices: list[int]) -> Pass:
+        """Return a pass of the `indices` rows, which are the last ones of their spans."""
         few = Pass(self.block_size, self.device)
         for first, size, before, table, prompt in self.spans:
             end = first + size
-            count = bisect_left(wanted, end) - bisect_left(wanted, first)
+            count = bisect_left(indices, end) - bisect_left(indices, first)
             if count:
                 few.spans.append(
                     RowSpan(len(few.tokens), count, before + size - count, table, prompt)

@@ -170,11 +170,11 @@ def _tokenizer(
     if not file.exists():
         problems.append(f"{file.name} is missing")
         return None
-    more = [
+    extra = [
         {} if "added_tokens_decoder" in settings else _json(path / name, problems, optional=True)
         for name in ("special_tokens_map.json", "added_tokens.json")
     ]
-    settings |= more[0]
+    settings |= extra[0]
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -186,7 +186,7 @@ def _tokenizer(
             _as_llama(tokenizer, settings)
         elif kind in _BYTE_LEVEL and "ByteLevel" in repr(tokenizer.decoder):
             _as_byte_level(tokenizer, settings, kind)
-        _add_tokens(tokenizer, settings, more[1])
+        _add_tokens(tokenizer, settings, extra[1])
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
@@ -238,13 +238,13 @@ def _as_llama(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
 
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
     """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
-    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    if isinstance(more, dict):
-        settings |= more
-        more = []
-    named = {_content(each): each for each in (*map(settings.get, _special(settings)), *more)}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        settings |= extra
+        extra = []
+    named = {_content(each): each for each in (*map(settings.get, _special(settings)), *extra)}
     listed = tokenizer.get_added_tokens_decoder()
-    known = {each.content: each for each in listed.values()}
+    by_text = {each.content: each for each in listed.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in named}
         for text, number in added.items()
@@ -252,8 +252,10 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str,
     }
     tokens = {int(number): _added(each) for number, each in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
-    known |= {each.content: each for each in tokens.values()}
-    tokenizer.add_special_tokens([known.get(text) or _added(each) for text, each in named.items()])
+    by_text |= {each.content: each for each in tokens.values()}
+    tokenizer.add_special_tokens(
+        [by_text.get(text) or _added(each) for text, each in named.items()]
+    )
 
 
 def _content(token: Any) -> str:
@@ -330,8 +332,8 @@ def _check_weights(
 
 
 def _some(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    omitted = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def _warn(defaults: dict[str, Any]) -> None:

@@ -117,13 +117,13 @@ def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> to
 
 def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, int]]:
     """Yield the numbers of rows and blocks of all graphs, the smallest first."""
-    wanted = min(-(-longest // cache.block_size), cache.slots // cache.block_size)
+    most_blocks = min(-(-longest // cache.block_size), cache.slots // cache.block_size)
     rows = _LEAST_ROWS
     while True:
         _, blocks = _size(rows, 1, cache.block_size)
         while rows * blocks * cache.block_size <= _MOST_KEYS:
             yield rows, blocks
-            if blocks >= wanted:
+            if blocks >= most_blocks:
                 break
             blocks *= 2
         if rows >= most_rows:
@@ -160,13 +160,17 @@ class Passes:
         """Return a pass without rows."""
         return Pass(self.cache.block_size, self._model.device)
 
-    def logits(self, rows: Pass, wanted: list[int]) -> torch.Tensor:
-        """Return the logits of the `wanted` rows, float32 [wanted, vocabulary].
+    def logits(self, rows: Pass, logit_rows: list[int]) -> torch.Tensor:
+        """Return the logits of the `logit_rows` rows, float32 [wanted, vocabulary].
 
         The logits are valid until the next pass. The keys and values of all rows are stored in the
         cache.
         """
         captured = self._graphs.logits(rows)
         if captured is None:
-            return self._model.forward(rows, self.cache, self._attention, wanted)
-        return captured[: len(wanted)] if wanted == list(range(len(wanted))) else captured[wanted]
+            return self._model.forward(rows, self.cache, self._attention, logit_rows)
+        return (
+            captured[: len(logit_rows)]
+            if logit_rows == list(range(len(logit_rows)))
+            else captured[logit_rows]
+        )

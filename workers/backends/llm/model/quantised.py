@@ -100,10 +100,10 @@ class Quantisation:
             found.append(("quant_method", name, tuple(_METHODS)))
         else:
             for part in _sections(given):
-                known = _METHODS[name].settings if given else {}
+                permitted = _METHODS[name].settings if given else {}
                 found += [
                     (field, part[field], allowed)
-                    for field, allowed in known.items()
+                    for field, allowed in permitted.items()
                     if part.get(field) is not None and str(part[field]).lower() not in allowed
                 ]
         sparsity = given.get("sparsity_config") or {}
@@ -233,8 +233,8 @@ class Quantisation:
 
     def _step(self, size: int, count: int) -> int:
         """Return the size of each of `count` groups."""
-        known = (step for step in self.steps if -(-size // step) == count)
-        step = next(known, 0 if size % count else size // count)
+        matching = (step for step in self.steps if -(-size // step) == count)
+        step = next(matching, 0 if size % count else size // count)
         if not step:
             raise ValueError
         return step

@@ -97,8 +97,8 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def _half(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Return a layer with weights and rows of 16 bits, whose products are summed in 32 bits."""
     halves = weight.bfloat16()
-    more = None if bias is None else bias.bfloat16()
-    return lambda rows: functional.linear(rows.bfloat16(), halves, more).float()
+    half_bias = None if bias is None else bias.bfloat16()
+    return lambda rows: functional.linear(rows.bfloat16(), halves, half_bias).float()
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -109,8 +109,8 @@ def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     others.
     """
     # FBGEMM is preferred: for up to 8 rows it is three times as fast as oneDNN.
-    known = torch.backends.quantized.supported_engines
-    torch.backends.quantized.engine = "fbgemm" if "fbgemm" in known else "onednn"
+    engines = torch.backends.quantized.supported_engines
+    torch.backends.quantized.engine = "fbgemm" if "fbgemm" in engines else "onednn"
     narrow = _saturates()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecation of torch's quantised tensors
@@ -210,26 +210,26 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(
-        self, rows: Pass, cache: KvCache, attention: Attention, wanted: list[int]
+        self, rows: Pass, cache: KvCache, attention: Attention, logit_rows: list[int]
     ) -> torch.Tensor:
-        """Return the logits of the `wanted` rows, float32 [wanted, vocabulary].
+        """Return the logits of the `logit_rows` rows, float32 [wanted, vocabulary].
 
-        The `wanted` rows are the last ones of their spans. The keys and values of all rows are
+        The `logit_rows` rows are the last ones of their spans. The keys and values of all rows are
         stored in the cache.
         """
         count = len(rows.tokens)
         rows.pad(FEWEST_ROWS)
         attend = attention.for_rows(rows)
         some = None
-        if len(wanted) < count:
-            few = rows.only(wanted)
+        if len(logit_rows) < count:
+            few = rows.only(logit_rows)
             few.pad(FEWEST_ROWS)
-            rows_out = wanted + wanted[-1:] * (len(few.tokens) - len(wanted))
-            some = Some(rows_out, attention.for_rows(few) if wanted else attend)
+            rows_out = logit_rows + logit_rows[-1:] * (len(few.tokens) - len(logit_rows))
+            some = Some(rows_out, attention.for_rows(few) if logit_rows else attend)
         wide = self.states(*rows.tensors(), cache, attend, some)
-        if not wanted:
+        if not logit_rows:
             return wide.new_empty(0, self.architecture.vocabulary)
-        return self.logits(wide)[: len(wanted)]
+        return self.logits(wide)[: len(logit_rows)]
 
     def states(
         self,
@@ -325,14 +325,14 @@ class Transformer:
         before = self._gain(f"{prefix}.input_layernorm")
         after = self._gain(f"{prefix}.post_attention_layernorm")
         # The gains of quantised weights stay separate: large gains would coarsen all weights.
-        apart = self._kind != "fp32"
+        is_half = self._kind != "fp32"
         return Layer(
-            before if apart else None,
-            self._linear(attention, "q_proj", "k_proj", "v_proj", gain=None if apart else before),
+            before if is_half else None,
+            self._linear(attention, "q_proj", "k_proj", "v_proj", gain=None if is_half else before),
             norms,
             self._linear(attention, "o_proj"),
-            after if apart else None,
-            self._linear(inner, "gate_proj", "up_proj", gain=None if apart else after),
+            after if is_half else None,
+            self._linear(inner, "gate_proj", "up_proj", gain=None if is_half else after),
             self._linear(inner, "down_proj"),
         )
 
@@ -383,11 +383,11 @@ def moved_to_huge_pages() -> Iterator[None]:
         _move(begin, end)
 
 
-def without(ranges: Iterable[Range], others: Iterable[Range]) -> Iterator[Range]:
+def without(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
     """Yield the parts of `ranges` outside of the other ranges, which are sorted."""
-    apart = list(others)
+    exclusions = list(excluded)
     for begin, end in ranges:
-        for first, last in apart:
+        for first, last in exclusions:
             if begin < last and first < end:
                 if begin < first:
                     yield begin, first

@@ -170,7 +170,7 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
     assert scheduler.tokens(1) == greedy(folder, 120)
 
 
-def test_a_client_that_reads_nothing_is_ended_while_others_generate(
+def test_a_request_without_a_reader_fails_while_other_requests_generate(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "_MOST_WAIT_NS", int(0.3e9))
@@ -211,7 +211,7 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
 
 
 @pytest.mark.parametrize("told", [0, 5, 10])
-def test_a_successor_goes_on_where_another_worker_was_lost(scheduler: Scheduler, told: int) -> None:
+def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, told: int) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -410,7 +410,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({}, "the prompt is one of text_input, input_ids, messages: none is given"),
         ({"text_input": "a", "input_ids": [1]}, "text_input and input_ids is given"),
         ({"text_input": ""}, "text_input: the prompt is empty"),
-        ({"input_ids": [1, 320]}, "input_ids: 320 is not a token, these are 0 to 319"),
+        ({"input_ids": [1, 320]}, "input_ids: 320 is not a token; allowed are 0 to 319"),
         ({"input_ids": [1] * 512}, "context: 512 tokens and one more are above 512"),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
@@ -571,7 +571,7 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
             assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
-def test_any_tokens_are_told_as_they_are_decoded(tokenizer: Tokenizer) -> None:
+def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> None:
     chance = random.Random(0)
     differ = 0
     for _ in range(300):
@@ -585,7 +585,7 @@ def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -
     assert sum(map(bool, told(tokenizer, broken)[:-1])) >= 2
 
 
-def test_nothing_of_a_stop_string_is_told() -> None:
+def test_no_part_of_a_stop_string_is_sent() -> None:
     chance = random.Random(0)
     for _ in range(2000):
         text = "".join(chance.choice("abc") for _ in range(chance.randrange(1, 30)))

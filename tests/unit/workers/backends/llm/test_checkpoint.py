@@ -139,7 +139,7 @@ def test_fields_have_the_effects_and_defaults_of_transformers(
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
+def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(tmp_path)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):

@@ -240,7 +240,7 @@ def test_arguments_are_sent_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_call_where_several_are_not_wanted(stream: bool) -> None:
+def test_one_call_without_parallel_tool_calls(stream: bool) -> None:
     for case in ("hermes with text", "qwen twice", "llama twice", "pythonic", "mistral"):
         family, text, _, calls = GOOD[case]
         _, _, made = parsed(family, split(text, 3), stream, parallel=False)

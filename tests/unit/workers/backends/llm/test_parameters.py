@@ -74,7 +74,7 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
         ({"n": True}, "n: True is not a whole number from 1 to 128"),
         ({"top_p": 0}, "top_p: 0.0 is not a number above 0"),
         ({"stop": [""]}, "stop: [''] is not a text or a list"),
-        ({"stop_token_ids": [100]}, "stop_token_ids: 100 is not a token, these are 0 to 99"),
+        ({"stop_token_ids": [100]}, "stop_token_ids: 100 is not a token; allowed are 0 to 99"),
         ({"logit_bias": {"x": 1}}, "logit_bias: {'x': 1} is not an object of tokens"),
         ({"logit_bias": {"1": 101}}, "numbers from -100 to 100"),
         ({"min_tokens": 20}, "min_tokens: 20 is more than max_tokens 16"),

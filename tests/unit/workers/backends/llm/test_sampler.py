@@ -121,7 +121,7 @@ def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
     assert chisquare(found, probabilities * 20_000).pvalue > 1e-4
 
 
-def test_greedy_rows_and_others_go_together() -> None:
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 7] = 30.0
     mixed = [made(temperature=0.0), made(), made(temperature=0.0)]
