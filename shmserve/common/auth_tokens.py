@@ -179,7 +179,7 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
                 raise InvalidArgument(f"{position}: unknown scope '{scope}' (allowed: {allowed})")
         digest = hashlib.sha256(_raw(words[0])).hexdigest()
         if digest in tokens:
-            raise InvalidArgument(f"{position}: this token was given before")
+            raise InvalidArgument(f"{position}: duplicate token")
         tokens[digest] = tuple(scopes)
     if not tokens:
         raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' has no token")

@@ -127,9 +127,9 @@ class Handover:
         pid, uid, _ = credentials(link)
         objection = self._objection()
         if uid != os.geteuid():
-            objection = "it is another user's"
+            objection = "it belongs to another user"
         elif self._predecessor is not None or self._successor is not None:
-            objection = "another server is about to take over already, or has just done so"
+            objection = "another successor is taking over, or has just done so"
         if objection:
             refuse(link, objection)
             return

@@ -199,7 +199,7 @@ class Supervisor:
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
-        ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
+        ready = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - started_at)
         self._log_first_steps()
         self.manager.ready(progress_line(self.registry.progress()))
@@ -320,7 +320,7 @@ class Supervisor:
         is_unfinished = not drained.done()
         await end_all(drained, second_signal)
         if is_unfinished:
-            logger.warning("not everything in flight was finished")
+            logger.warning("not all requests in flight were finished")
             refused = asyncio.ensure_future(self._reject_unfinished())
             await asyncio.wait({refused}, timeout=last_s)
             await end_all(refused)

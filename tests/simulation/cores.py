@@ -52,7 +52,7 @@ _KEPT = {
     "BlockPool._cached": 1 << 10,
     "SchedulerClient.successors": 4096,
     "EnsembleCore._endpoints": 10,
-    "Targets._known": 10,
+    "Targets._versions": 10,
     "Targets._latest": 10,
     "Targets._of_steps": 10,
     "EnsembleCore._plans": 64,

@@ -213,7 +213,7 @@ def attached(
 ) -> Region:
     """Return a region over memory that exists; see `sync.Server.attach`."""
     if not isinstance(offset, int) or offset < 0:
-        raise InvalidArgument(f"offset must be a number of bytes from 0 on, got {offset!r}")
+        raise InvalidArgument(f"offset must be an integer >= 0 (bytes), got {offset!r}")
     fd = _descriptor(source)
     try:
         if isinstance(source, Region):

@@ -49,8 +49,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
 LATE = "no response arrived within the timeout"
-ENDED = "the connection to the server ended before it answered"
-FULL = "this program has no descriptor left for another link"
+ENDED = "the connection to the server was closed before the response"
+FULL = "this process has no file descriptor left for another connection"
 _TWICE = "the server closed the connection twice"
 
 

@@ -237,7 +237,7 @@ def _problem(figures: Row, now: Report) -> tuple[float, str]:
         text = f"{waited:.3g} of {whole:.3g} ms in the queue{besides}"
         return _short(1000 + 100 * waited / whole), text
     if recent and not rate and (inside := figures["pending"] + figures["executing"]):
-        return 1000, f"{inside} inside, and none is answered"
+        return 1000, f"{inside} requests in flight, but no responses"
     return max(recent.get("ms", ()), default=0), ""
 
 

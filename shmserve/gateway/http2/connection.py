@@ -250,7 +250,7 @@ class Http2Connection(FrameReader[T]):
         """
         self._check_begun(number, "a frame")
         if stream is not None or number not in self._reset_streams:
-            raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame of a stream that has ended")
+            raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame on a closed stream")
 
     def _window_update(self, number: int, payload: bytes) -> None:
         more = frames.parse_long(payload, "WINDOW_UPDATE") & STREAM_BITS
@@ -292,7 +292,7 @@ class Http2Connection(FrameReader[T]):
 
     def _check_begun(self, number: int, frame_name: str) -> None:
         if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{frame_name} of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{frame_name} on an idle stream")
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:

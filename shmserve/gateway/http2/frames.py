@@ -92,7 +92,7 @@ def settings(values: dict[int, int]) -> bytes:
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
     if len(payload) % _SETTING.size:
-        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS frame with an invalid size")
+        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS of an invalid length")
     for key, value in _SETTING.iter_unpack(payload):
         if key == ENABLE_PUSH and value > 1:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
@@ -108,6 +108,6 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
 def parse_long(payload: bytes, frame_name: str) -> int:
     """Return the integer that is a frame's whole payload; raise ConnectionFault."""
     if len(payload) != _LONG.size:
-        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{frame_name} of a wrong size")
+        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{frame_name} of an invalid length")
     number: int = _LONG.unpack(payload)[0]
     return number

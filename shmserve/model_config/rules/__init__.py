@@ -309,7 +309,7 @@ def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
     for name in sorted(set(written.parameters).difference(KNOWN_PARAMETERS)):
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
-            found.append(f"parameters: '{clip(name)}' means nothing here, did you mean '{near}'?")
+            found.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
     if written.HasField("dynamic_batching") and final.max_batch_size < 1:
         found.append("dynamic_batching: no effect because max_batch_size is 0")
     return found

@@ -135,8 +135,8 @@ class LocalClientRules:
             )
         if submit.correlation_id < 0 or len(submit.correlation_text) > LONGEST_CORRELATION_ID:
             raise InvalidArgument(
-                "a sequence's id must be an integer from 0 on, or a text of "
-                f"{LONGEST_CORRELATION_ID} characters at most"
+                "a sequence's id must be an integer >= 0, or a string of at most "
+                f"{LONGEST_CORRELATION_ID} characters"
             )
         if submit.trace and not is_trace(submit.trace):
             raise InvalidArgument("a request's trace is malformed (see the protocol's description)")

@@ -56,7 +56,7 @@ class RunDirectory:
                 is too long, or if this user may not grant access to the group.
         """
         if chosen is None:
-            with refused("--run-dir: is needed, no folder for temporary files can be used"):
+            with refused("--run-dir: required because no temporary folder is usable"):
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(chosen))

@@ -135,5 +135,5 @@ def test_a_class_says_how_many_it_is_and_the_command_line_how_it_is_set(
     config = http.get("/v2/models/several/config").ok().json()
     assert [group["count"] for group in config["instance_group"]] == [2]
     assert len(server.find("worker several.")) == 2
-    misspelt = "'Several.max_batchsize' means nothing here, did you mean 'max_batch_size'?"
+    misspelt = "'Several.max_batchsize' is unknown; did you mean 'max_batch_size'?"
     assert misspelt in server.log()

@@ -10,12 +10,14 @@ import psutil
 import pytest
 
 from tests.support import repositories
+from tests.support.leaks import created_since
 from tests.support.servers import ROOT, tree
 from tests.support.waiting import until
 
 _RUN = """
 import sys
 from pathlib import Path
+from tests.support.leaks import created_since
 from tests.support.servers import Server
 
 server = Server([Path(sys.argv[1])])
@@ -45,4 +47,4 @@ def test_the_server_of_a_killed_run_ends(tmp_path: Path, number: signal.Signals)
     _, alive = psutil.wait_procs(members, timeout=15)
     assert not alive
     until("the folder is removed", lambda: not Path(folder).exists(), 5)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not created_since(before)

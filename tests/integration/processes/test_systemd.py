@@ -171,7 +171,7 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
     file = systemd.path("/etc/shmserve/shmserve.yaml")
     file.write_text(file.read_text() + "log-verbose: 1\nid: another\n")
     assert "status" not in systemd.run("systemctl", "reload", SERVICE)
-    until("a reload", lambda: "--id has changed, for which a restart" in log(systemd), 20)
+    until("a reload", lambda: "--id has changed, and takes effect" in log(systemd), 20)
     until("a server", lambda: systemd.show(SERVICE, "SubState") == "running", 20)
     assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
     assert "log_verbose_level=1" in log(systemd, "SHMSERVE_INSTANCE=simple.0")

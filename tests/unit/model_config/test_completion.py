@@ -239,8 +239,8 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
     )
     assert warnings_of(written, normalise(written, "m", 0)) == [
         "instance_group[1].count: -1 is taken as the default; it is 1 or more",
-        "parameters: 'batching_strateg' means nothing here, did you mean 'batching_strategy'?",
-        "parameters: 'execution_timeout_second' means nothing here, did you mean "
+        "parameters: 'batching_strateg' is unknown; did you mean 'batching_strategy'?",
+        "parameters: 'execution_timeout_second' is unknown; did you mean "
         "'execution_timeout_seconds'?",
         "dynamic_batching: no effect because max_batch_size is 0",
     ]

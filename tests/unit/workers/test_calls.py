@@ -286,7 +286,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
         running.result(10)
     running = others.run(call, calls, request())
     others.answer_find("s2")
-    with pytest.raises(Unavailable, match="no link"):
+    with pytest.raises(Unavailable, match="cannot connect"):
         running.result(10)
     assert not calls.schedulers
 

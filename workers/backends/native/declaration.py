@@ -288,7 +288,7 @@ _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
     STRATEGY: ((str,), "a string"),
     TARGET: ((int, float), "a number of milliseconds"),
     **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "a whole number")),
-    PADDING: ((dict,), "a mapping as JSON has it"),
+    PADDING: ((dict,), "a mapping with JSON values"),
     ENVIRONMENT: ((str,), "a string"),
 }
 _WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
@@ -344,7 +344,7 @@ def warn_of_misspelt(model: type, at: Where) -> None:
             near = nearest(name, _KNOWN, 0.85 if callable(own[name]) else 0.75)
             if near:
                 logger.warning(
-                    "%s'%s.%s' means nothing here, did you mean '%s'?",
+                    "%s'%s.%s' is unknown; did you mean '%s'?",
                     *(at(name), model.__name__, name, near),
                 )
 

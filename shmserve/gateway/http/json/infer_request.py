@@ -116,7 +116,7 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
         if likely not in _warned_of:
             _warned_of.add(likely)
             logger.warning(
-                "a request's '%s' means nothing, did its client mean '%s'?", clip(name), likely
+                "a request's '%s' is unknown; did its client mean '%s'?", clip(name), likely
             )
 
 

@@ -253,7 +253,7 @@ def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         parse_request(one_input() | {"outputz": [], "mine": 1}, 0, "m", 4096)
     assert [record.getMessage() for record in caplog.records] == [
-        "a request's 'outputz' means nothing, did its client mean 'outputs'?"
+        "a request's 'outputz' is unknown; did its client mean 'outputs'?"
     ]
 
 
