@@ -118,6 +118,7 @@ class Case:
     works: Callable[[int, int], Packed]
     http: Callable[[int, int], dict[str, Any]]
     response: Callable[[Inference], Inferred]
+    path: str = ""  # of HTTP; empty: that of inference
 
     @property
     def model(self) -> str:
@@ -131,7 +132,8 @@ class Case:
     def post(self, step: int, request: int) -> bytes:
         """A request as an HTTP client sends it."""
         body = json.dumps(self.http(step, request)).encode()
-        head = f"POST /v2/models/{self.model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        path = self.path or f"/v2/models/{self.model}/infer"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
         return b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
 
     def call(self, step: int, request: int) -> bytes:
@@ -206,6 +208,35 @@ def placed(region: worker_rig.Region) -> Case:
 
     tensors = [[gateway_rig.tensor_config(name, "FP32", [-1])] for name in ("INPUT0", "OUTPUT0")]
     return Case(gateway_rig.model_config("identity", 0, *tensors), 1, work, http, response)
+
+
+def text() -> Case:
+    """A completion of OpenAI's API whose whole text is the only response."""
+    values = {
+        "text_output": b"a text",
+        "finish_reason": b"length",
+        "stop_reason": b"null",
+        "usage": b'{"prompt_tokens": 2, "completion_tokens": 4}',
+    }
+
+    def http(step: int, request: int) -> dict[str, Any]:
+        return {"model": "text", "prompt": f"text {step}", "max_tokens": 4, "temperature": 0}
+
+    def response(request: Inference) -> Inferred:
+        named = {output.name: np.array([values[output.name]], object) for output in request.outputs}
+        return Inferred(tuple(worker_rig.tensor(*each) for each in named.items()))
+
+    inputs, outputs = (
+        [gateway_rig.tensor_config(name, "BYTES", [-1]) for name in names]
+        for names in (("text_input", "sampling_parameters"), values)
+    )
+    config = gateway_rig.model_config("text", 0, inputs, outputs)
+    config["model_transaction_policy"] = {"decoupled": True}
+
+    def work(step: int, request: int) -> Packed:
+        raise NotImplementedError
+
+    return Case(config, 1, work, http, response, "/v1/completions")
 
 
 def worker(folder: Path, case: Case) -> Calls:

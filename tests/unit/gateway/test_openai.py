@@ -72,6 +72,26 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
 
 
+@pytest.mark.parametrize("form", [COMPLETION, CHAT])
+def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
+    """With continuous_usage_stats, as in vLLM."""
+    choices = Choices(form, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
+    found = []
+    for sample, tokens, more in (
+        (0, [1, 2], {"prompt_token_ids": [7, 8, 9]}),
+        (1, [3], {}),
+        (0, [4], {}),
+    ):
+        choice = choices.add(0, Delta(sample, "a", more={"token_ids": tokens, **more}))
+        assert not choice.keys() & {"token_ids", "prompt_token_ids"}
+        chunk = json.loads(choices.chunk([choice]))
+        assert "prompt_token_ids" not in chunk
+        found.append(chunk["usage"])
+    counts = [(each["prompt_tokens"], each["completion_tokens"]) for each in found]
+    assert counts == [(3, 2), (3, 1), (3, 3)]
+    assert found[0]["total_tokens"] == 5
+
+
 def test_zero_logprobs_are_requested() -> None:
     """Completions have the number of alternatives, which may be 0; chats have true."""
     requested: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]

@@ -120,7 +120,8 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens. `details` are further outputs.
+    With `usage`, a stream ends with the numbers of tokens; with `continuous`, its chunks have those
+    of their samples, too. `details` are further outputs.
     """
 
     model: GatewayModel
@@ -130,6 +131,7 @@ class TextRequest(NamedTuple):
     stream: bool
     usage: bool
     details: tuple[str, ...] = ()
+    continuous: bool = False
 
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
@@ -152,12 +154,20 @@ class TextRequest(NamedTuple):
         ]
 
 
-def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
-    """Return the outputs that only some requests need: token ids and log probabilities."""
+def _details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
+    """Return the outputs that only some requests need: token ids and log probabilities.
+
+    With `continuous`, tokens are counted by their ids.
+    """
     found: tuple[str, ...] = ()
-    if "return_token_ids" in parameters and parameters["return_token_ids"] is True:
+    if continuous or ("return_token_ids" in parameters and returns_tokens(parameters)):
         found = ("token_ids", "prompt_token_ids")
     return (*found, "logprobs") if "prompt_logprobs" in parameters else found
+
+
+def returns_tokens(parameters: dict[str, Any]) -> bool:
+    """Return whether the response contains the ids of tokens."""
+    return parameters.get("return_token_ids") is True
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
@@ -314,7 +324,9 @@ def _text_request(
         if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = bool(options) and checked(options, "include_usage", bool, False)
-    return TextRequest(model, prompts, fields, samples, stream, usage, _details(fields))
+    continuous = stream and usage and checked(options, "continuous_usage_stats", bool, False)
+    details = _details(fields, continuous)
+    return TextRequest(model, prompts, fields, samples, stream, usage, details, continuous)
 
 
 def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:

@@ -105,7 +105,7 @@ _EMBEDDING_REFUSED: Mapping[str, Allowed] = {
 _STREAM_OPTIONS: Mapping[str, Allowed | None] = {
     "include_usage": None,
     "include_obfuscation": None,
-    "continuous_usage_stats": _FALSE,
+    "continuous_usage_stats": None,
 }
 
 

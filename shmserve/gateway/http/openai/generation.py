@@ -149,6 +149,7 @@ class _Sample:
     more: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0  # counted for `Choices.continuous`
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the calls."""
@@ -187,14 +188,23 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Choices:
-    """The choices of one request, with `samples` choices for each prompt."""
+    """The choices of one request, with `samples` choices for each prompt.
+
+    Attributes:
+        shows_usage: Whether chunks have the member `usage`, which is null.
+        continuous: Whether it is the number of tokens of the sample so far.
+        shows_tokens: Whether the client receives the ids of tokens.
+    """
 
     form: Form
     model: str
     samples: int
-    shows_usage: bool = False  # chunks have the member `usage`, which is null
+    shows_usage: bool = False
+    continuous: bool = False
+    shows_tokens: bool = True
     _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
+    _sizes: dict[int, int] = field(default_factory=dict)  # tokens of each prompt, if counted
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
     _reasoning_tokens: int | None = None  # tokens of reasoning
 
@@ -218,7 +228,9 @@ class Choices:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.begun else choice["logprobs"]
-        if delta.more:
+        if self.continuous:
+            choice |= self._add_more(sample, self._counted(prompt, sample, delta.more))
+        elif delta.more:
             choice |= self._add_more(sample, delta.more)
         sample.begun = True
         sample.text += delta.text
@@ -227,6 +239,16 @@ class Choices:
         if delta.usage is not None:
             self._count(delta.usage)
         return choice
+
+    def _counted(self, prompt: int, sample: _Sample, given: dict[str, Any]) -> dict[str, Any]:
+        """Count tokens; return the members of the choice, and `usage`, which `chunk` moves."""
+        sample.tokens += len(given.get("token_ids", ()))
+        if "prompt_token_ids" in given:
+            self._sizes[prompt] = len(given["prompt_token_ids"])
+        ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
+        size, new = self._sizes.get(prompt, 0), sample.tokens
+        usage = {"prompt_tokens": size, "completion_tokens": new, "total_tokens": size + new}
+        return {**{name: given[name] for name in given if name not in ids}, "usage": usage}
 
     def _add_more(self, sample: _Sample, given: dict[str, Any]) -> dict[str, Any]:
         """Add further members, and return those of a choice of a chunk."""
@@ -268,10 +290,11 @@ class Choices:
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
         head = {**self._head(self.form.chunk), **self._prompt}
+        made = list(choices)
         if self.shows_usage:
-            head["usage"] = None
+            head["usage"] = made[0].pop("usage") if self.continuous else None
         self._prompt = {}
-        return orjson.dumps({**head, "choices": list(choices)})
+        return orjson.dumps({**head, "choices": made})
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are wanted."""
@@ -319,7 +342,9 @@ async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
     name = response_name(gateway, text_request.model.name)
-    return Choices(form, name, text_request.samples, text_request.usage)
+    shown = not text_request.continuous or bodies.returns_tokens(text_request.parameters)
+    usage = text_request.usage, text_request.continuous
+    return Choices(form, name, text_request.samples, *usage, shown)
 
 
 class Rendering(Protocol):

@@ -54,15 +54,13 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "known", "message"),
     [
-        ({"suffix": "!"}, COMPLETION, "suffix: '!' is refused: texts before a suffix"),
+        ({"suffix": "!"}, COMPLETION, "suffix: '!' is refused: insertion before a suffix"),
         ({"store": True}, CHAT, "store: True is refused: only false is supported"),
         ({"store": 0}, CHAT, "store: 0 is refused"),
         ({"modalities": ["text", "audio"]}, CHAT, 'only ["text"] is supported'),
         ({"functions": [{}]}, CHAT, "it is replaced by tools"),
         ({"echo": True}, CHAT, "echo: True is refused"),
-        ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the model has vectors"),
-        ({"stream_options": {"continuous_usage_stats": True}}, CHAT,
-         "stream_options.continuous_usage_stats: True is refused"),
+        ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the vectors of the model"),
         ({"audio": {}, "cache_salt": "s"}, CHAT,
          "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
         ({"temperature": float("nan")}, COMPLETION, "temperature: nan is not a finite number"),
