@@ -24,7 +24,7 @@ from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
 RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
-CLIENTS = 4  # of each door: more only saturate the processors
+CLIENTS = 8  # of each door
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
 
