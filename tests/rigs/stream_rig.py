@@ -78,14 +78,14 @@ class Streams:
 
     def cancel(self, key: int) -> None:
         """Nobody waits for the request any more."""
-        self.send(m.CancelExecution(key))
+        self.post(m.CancelExecution(key))
 
     def credit(self, key: int, responses: int) -> None:
         """The client of the request takes so many more."""
-        self.send(m.CreditExecution(key, responses))
+        self.post(m.CreditExecution(key, responses))
 
-    def send(self, message: Any) -> None:
-        """As the scheduler."""
+    def post(self, message: Any) -> None:
+        """Send a message of the scheduler."""
         self.rig.scheduler.post(self.rig._peer, message)
         self.rig.scheduler.flush()
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,9 +102,14 @@ def hung(pid: int) -> Iterator[None]:
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
         assert ptrace(request, pid, None, None) == 0, os.strerror(ctypes.get_errno())
-    yield
-    while not os.WIFSIGNALED(os.waitpid(pid, _WALL)[1]):
-        pass
+    try:
+        yield
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:  # its namespace ends only once its tracer has reaped it
+        while not os.WIFSIGNALED(os.waitpid(pid, _WALL)[1]):
+            pass
 
 
 def wait_restarts(systemd: Systemd, count: int) -> None:
@@ -180,7 +186,7 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
     sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
     with hung(processes(systemd)["gateway http 0"]):
-        until("a log", lambda: "no answer from gateway 0 (pid " in log(systemd), 20)
+        until("a log", lambda: "no response from gateway 0 (pid " in log(systemd), 20)
     wait_restarts(systemd, 1)
     systemd.run("kill", "-STOP", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 2)

@@ -308,7 +308,7 @@ def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixtu
     rig.submit(1)
     rig.supervisor(Stop())
     assert caplog.messages == [
-        f"model 'm' is overloaded: its queue is full, and refused {count} more requests"
+        f"model 'm' is overloaded: its queue is full, and {count} more requests were rejected"
         for count in (2, 3, 1, 1)
     ]
 

@@ -36,7 +36,7 @@ def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> Shmserv
 def test_with_configurations_as_they_are_written_each_model_has_one(tmp_path: Path) -> None:
     without = planner(tmp_path, None, "--disable-auto-complete-config")
     assert refusal(without).message == (
-        f"{UNREAD}there is no config.pbtxt, and --disable-auto-complete-config"
+        f"{UNREAD}there is no config.pbtxt, and --disable-auto-complete-config is set"
     )
     assert len(without.plan("m", '{"backend": "python"}', {})) == 1
     assert len(planner(tmp_path / "other").plan("m", "", {})) == 1
