@@ -318,7 +318,7 @@ def test_without_its_repository_a_server_is_not_live(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     server = Server([missing], ["--exit-on-error=false"])
     try:
-        server.wait_log("the server serves, and is not ready")
+        server.wait_log("the server serves requests, but is not ready")
         assert "no model is served" in server.log()
         with server.http() as http:
             for name, status in (("live", 400), ("ready", 400)):
