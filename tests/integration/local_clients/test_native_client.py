@@ -417,7 +417,7 @@ def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
     refused = [a for a in asyncio.run(ask()) if not isinstance(a, shmserve.client.Result)]
     # Most find the queue full.
     assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
-    with pytest.raises(shmserve.client.InvalidArgument, match="larger than 1048576"):
+    with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):
         client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     assert isinstance(future.exception(20), shmserve.client.InvalidArgument)
