@@ -4,6 +4,7 @@ import contextlib
 import signal
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def repository(tmp_path: Path) -> Path:
     folder.mkdir()
     repositories.add(folder, "simple")
     return folder
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Return a folder whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="st-") as path:
+        yield Path(path)
 
 
 def test_a_service_manager_hears_of_the_start_and_the_end(
@@ -115,25 +123,24 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
 
 
-def test_a_server_on_sockets_that_it_is_given(repository: Path) -> None:
+def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Path) -> None:
     """They are open before it starts and after it has ended: whoever connects meanwhile waits."""
-    folder = Path(tempfile.mkdtemp(prefix="st-"))
     with (
         socket.create_server(("127.0.0.1", 0)) as http,
         socket.create_server(("127.0.0.1", 0)) as grpc,
         socket.socket(socket.AF_UNIX) as unix,
     ):
-        unix.bind(str(folder / "http"))
+        unix.bind(str(short_folder / "http"))
         unix.listen()
         given = [http.fileno(), grpc.fileno(), unix.fileno()]
         port = http.getsockname()[1]
         early = Http(port)
         for _ in range(2):
-            server = start(given, "http:grpc:http", repository, folder)
+            server = start(given, "http:grpc:http", repository, short_folder)
             try:
                 early.get("/v2/health/live").ok()  # it came before there was a server
                 until("it is ready", lambda: ready(port), 60)
-                with contextlib.closing(UnixHttp(folder / "http")) as local:
+                with contextlib.closing(UnixHttp(short_folder / "http")) as local:
                     local.get("/v2/health/ready").ok()
                 url = f"127.0.0.1:{grpc.getsockname()[1]}"
                 with grpc_channel(url) as channel:
@@ -143,19 +150,20 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path) -> None:
                 server.send_signal(signal.SIGTERM)
                 assert server.wait(30) == 0
             early.close()
-        assert (folder / "http").is_socket()
+        assert (short_folder / "http").is_socket()
         socket.create_connection(("127.0.0.1", port)).close()
-    (folder / "http").unlink()
+    (short_folder / "http").unlink()
 
 
-def test_who_comes_while_models_load_waits_and_is_answered(tmp_path: Path) -> None:
+def test_who_comes_while_models_load_waits_and_is_answered(
+    tmp_path: Path, short_folder: Path
+) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.add_slow(repository, "slow")
-    folder = Path(tempfile.mkdtemp(prefix="st-"))
-    gate = Gate(folder / "gate")
+    gate = Gate(short_folder / "gate")
     with socket.create_server(("127.0.0.1", 0)) as http:
-        server = start([http.fileno()], "http", repository, folder, GATE=str(gate.path))
+        server = start([http.fileno()], "http", repository, short_folder, GATE=str(gate.path))
         try:
             visit = gate.next()
             with raw_connection(http.getsockname()[1]) as early:
@@ -170,11 +178,13 @@ def test_who_comes_while_models_load_waits_and_is_answered(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_registrations_outlive_the_server(
-    manager: Manager, repository: Path, number: signal.Signals
+    manager: Manager,
+    repository: Path,
+    number: signal.Signals,
+    short_folder: Path,
 ) -> None:
     """The service manager keeps them, and gives them to the next."""
     repositories.add(repository, "identity")
-    folder = Path(tempfile.mkdtemp(prefix="st-"))
     ask: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -182,7 +192,7 @@ def test_registrations_outlive_the_server(
             kept = [(name, fd) for name, fds in manager.kept.items() for fd in fds]
             names = ":".join(["http", *(name for name, _ in kept)])
             given = [listener.fileno(), *(fd for _, fd in kept)]
-            server = start(given, names, repository, folder, NOTIFY_SOCKET=manager.address)
+            server = start(given, names, repository, short_folder, NOTIFY_SOCKET=manager.address)
             try:
                 manager.receive("READY=1")
                 with contextlib.closing(Http(port)) as http:
