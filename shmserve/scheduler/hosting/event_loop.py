@@ -23,11 +23,11 @@ _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
 Ready = list[tuple[int, int]]
-Handler = Callable[[Any, Any], None]  # arguments: the sender's address, its message
+Handler = Callable[[Any, Any], None]  # the arguments are the sender's address and its message
 
 
 class Waiter:
-    """A wait for readable descriptors: asleep, or awake where busy polling pays.
+    """A wait for readable descriptors: asleep in the kernel, or awake if busy polling pays.
 
     `takers` are the handlers by descriptor.
     """
@@ -79,7 +79,7 @@ class Waiter:
         left_ns = wake_ns - time.monotonic_ns()
         if left_ns < _NEAR_NS:
             return self._wait_until(wake_ns)
-        # Rather early than late: the caller then waits for the rest.
+        # The timeout is rounded down; the caller then waits for the rest.
         timeout_ms = min(left_ns, _LONGEST_WAIT_NS) // _NS_PER_MS - 1
         return self._epoll.poll(timeout_ms / 1000)
 
@@ -106,7 +106,7 @@ class InProcessLinks:
         self.posted: list[tuple[Handler, Any, Any]] = []
 
     def enter(self, address: Hashable, handler: Handler) -> None:
-        """Register the handler of an address."""
+        """Register the message handler of an address."""
         self._handlers[address] = handler
 
     def remove(self, address: Hashable) -> None:
