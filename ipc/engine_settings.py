@@ -158,8 +158,8 @@ class EngineSettings:
             yield _Problem("speculative_decoding.draft_model", text)
         if self.max_tokens_per_batch < self.max_batch_size:
             text = (
-                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}, "
-                "and each sequence of a batch has a token"
+                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}; "
+                "each sequence of a batch needs one token in a step"
             )
             yield _Problem("max_tokens_per_batch", text)
 
@@ -233,7 +233,7 @@ def _checked(
     for name, value in given.items():
         if name not in defaults:
             allowed = (
-                suggestion(str(name), defaults) or f"; known are {', '.join(sorted(defaults))}"
+                suggestion(str(name), defaults) or f" (allowed: {', '.join(sorted(defaults))})"
             )
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
         elif name != "speculative_decoding":

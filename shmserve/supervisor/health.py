@@ -130,13 +130,13 @@ class Watchdog:
                     await self._control.until_acknowledged(number)
             except TimeoutError:
                 logger.error(
-                    "no watchdog notification to the service manager, which ends this server %g "
-                    "s after the last one: no response from %s",
+                    "the service manager is not notified, and ends this server %g s after the "
+                    "last notification, because these processes do not respond: %s",
                     limit_s,
                     ", ".join(self._missing(number)),
                 )
                 await self._control.until_acknowledged(number)
-                logger.warning("all processes answer again")
+                logger.warning("all processes respond again")
             self._manager.alive()
             await asyncio.sleep(limit_s / 2)
 

@@ -226,8 +226,8 @@ def compose(
 
     def objection() -> str:
         if manager.is_present:
-            return "a service manager has started it and must restart it (systemctl restart)"
-        return "" if health.started and not health.exiting else "it is starting or stopping"
+            return "a service manager started the server and must restart it (systemctl restart)"
+        return "" if health.started and not health.exiting else "the server is starting or stopping"
 
     endings: asyncio.Queue[int] = asyncio.Queue()
     handover = Handover(

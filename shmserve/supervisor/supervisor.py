@@ -155,11 +155,11 @@ class Supervisor:
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
-            logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
+            logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
         for backend, setting, value in context.config.backend_config:
             if setting in IDLE_BACKEND_SETTINGS:
                 setting_text = f"{backend},{setting}={value}"
-                logger.warning("--backend-config=%s is without effect here", setting_text)
+                logger.warning("--backend-config=%s has no effect", setting_text)
         if context.config.trace.discarded:
             logger.warning("--trace-config: traces are discarded: triton,file=PATH is missing")
         context.worker_zygote.start()  # first: torch takes longest
@@ -281,7 +281,7 @@ class Supervisor:
         A signal within a second of the first one does not count.
         """
         context = self.context
-        self.manager.stopping("finishing what is in flight")
+        self.manager.stopping("finishing requests in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
         if not self.handover.has_successor:  # else its clients use the successor
             self.health.exit()

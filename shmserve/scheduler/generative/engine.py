@@ -413,11 +413,11 @@ class Engine(Generic[T]):
         """Handle the results of the running step; raise ValueError for those of another step."""
         running = self.running
         if running is None or message.step != running.step:
-            raise ValueError("a result of another step")
+            raise ValueError("the result of another step")
         results = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running.rows.items() if row.samples}
         if results.keys() != sampled - {*message.lost}:
-            raise ValueError("results of other rows than those of the step")
+            raise ValueError("results for rows that are not in the step")
         self.running = None
         running.observe(message, self.times, self.counts)
         for number in running.rows.keys() & message.lost:
@@ -446,7 +446,7 @@ class Engine(Generic[T]):
     def _sampled(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft + 1:
-            raise ValueError("more tokens than were asked for, or none")
+            raise ValueError("no tokens, or more than requested")
         sequence.tokens.extend(tokens)
         sequence.computed += len(tokens) - 1
         self._seal(sequence)

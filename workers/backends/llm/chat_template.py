@@ -66,13 +66,15 @@ class ChatTemplate:
             InvalidArgument: The template rejects the conversation.
         """
         if not self.sources:
-            raise InvalidArgument("messages: the model has no chat template, only text_input")
+            raise InvalidArgument(
+                "messages: the model has no chat template; send text_input instead"
+            )
         variables = {"tools": None, "documents": None, **self._special, **given}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._name(variables.pop("chat_template", None), variables["tools"])
         continued = variables.pop("continue_final_message", None)
         if continued and variables.get("add_generation_prompt"):
-            raise InvalidArgument("continue_final_message: add_generation_prompt has to be false")
+            raise InvalidArgument("continue_final_message: add_generation_prompt must be false")
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
@@ -84,7 +86,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates may raise any error
             raise InvalidArgument(
-                f"messages: the model's chat template does not take them: {clip(str(error), 200)}"
+                f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             ) from None
         return _before_end(made, ending) if continued else made
 
