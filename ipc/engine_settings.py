@@ -60,7 +60,8 @@ class EngineSettings:
         aliases: Further names of the model in OpenAI's API.
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
-        target_itl_ms: The target of the inter-token latency; 0: none.
+        target_itl_ms: The target of the inter-token latency; 0: 50 ms, with chunks of at least 64
+            tokens of each prompt.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": that of the chat template; "none": none.

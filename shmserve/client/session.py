@@ -172,12 +172,7 @@ class Session:
         self._lock = threading.RLock()
         self._closed = False
         self._cuda: Exporting | None = None
-        self.memories = Memories(
-            memory_limit,
-            self._share,
-            self._withdraw,
-            self._nudge,
-        )
+        self.memories = Memories(memory_limit, self._share, self._withdraw, self._nudge)
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
@@ -248,21 +243,13 @@ class Session:
         self._connection.withdraw(segment)
 
     def built(
-        self,
-        connection: ServerConnection,
-        model: str,
-        inputs: Tensors | None,
-        outputs: Outputs | None,
-        version: str,
-        options: Options,
-        tensors: Tensors,
-        *,
-        stream: bool = False,
+        self, connection: ServerConnection, call: Call, *, stream: bool = False
     ) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
 
         Without `stream`, decoupled models are rejected.
         """
+        model, inputs, outputs, version, options, tensors = call
         if connection.models.awaits_load(model, version):
             self.load(connection, model, version, options)
         found = connection.models.resolve(model, version)

@@ -81,7 +81,7 @@ class Server:
         call = call_of(*given, **named)
         waiter, built = self._waiting(), None
         try:
-            built = self._session.built(waiter.connection, *call)
+            built = self._session.built(waiter.connection, call)
             return waiter.wait(waiter.submit(built))
         except TimedOut:
             raise
@@ -89,7 +89,7 @@ class Server:
             if not self._session.is_repeated(waiter.connection, call[4], built):
                 raise
         waiter = self._waiting()
-        return waiter.wait(waiter.submit(self._session.built(waiter.connection, *call)))
+        return waiter.wait(waiter.submit(self._session.built(waiter.connection, call)))
 
     def map(
         self,
@@ -130,7 +130,7 @@ class Server:
         try:
             for given in inputs:
                 call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
-                built = self._session.built(waiter.connection, *call)
+                built = self._session.built(waiter.connection, call)
                 waiting.append(waiter.submit(built))
                 waiter.send(at_least=few)
                 if len(waiting) >= in_flight:
@@ -162,7 +162,7 @@ class Server:
         """
         call = call_of(*given, **named)
         waiter = self._waiting()
-        built = self._session.built(waiter.connection, *call, stream=True)
+        built = self._session.built(waiter.connection, call, stream=True)
         return ResponseStream(waiter, waiter.open(built), self)
 
     @takes(call_of)
@@ -184,7 +184,7 @@ class Server:
                 the future.
         """
         call, connection = call_of(*given, **named), self._session.connection()
-        future = SharedChannel(connection).submit(self._session.built(connection, *call))
+        future = SharedChannel(connection).submit(self._session.built(connection, call))
         # The client must not be collected, and thus closed, before the future completes.
         future.add_done_callback(partial(_keep, self))
         return future

@@ -42,21 +42,9 @@ class Health:
         self._strict = strict
         self.started = False  # the models of the start are loaded
         self.failed = False  # the start failed
-        self.exiting = False
+        self.exiting = False  # the server ends, and its clients have no successor to go to
         self._current = HealthChanged(live=True, ready=False, exiting=False)
         self.failures = LoadsFailed([], 0)
-
-    def start(self) -> None:
-        """Record that the models of the start are loaded."""
-        self.started = True
-
-    def fail(self) -> None:
-        """Record that the start failed."""
-        self.failed = True
-
-    def exit(self) -> None:
-        """Record that the server ends and its clients have no successor to go to."""
-        self.exiting = True
 
     def current(self) -> HealthChanged:
         """Return the last published health."""

@@ -192,7 +192,7 @@ class Supervisor:
             )
             return 1
         await self.handover.take_over()
-        self.health.start()
+        self.health.started = True
         announce(self.context, self.health)
         self.gateways.accept()
         self.context.local_clients.connections.accept()
@@ -233,7 +233,7 @@ class Supervisor:
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
-            self.health.fail()
+            self.health.failed = True
             return False
 
     # --- deaths
@@ -284,7 +284,7 @@ class Supervisor:
         self.manager.stopping("finishing requests in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
         if not self.handover.has_successor:  # else its clients use the successor
-            self.health.exit()
+            self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(

@@ -36,6 +36,8 @@ from shmserve.scheduler.generative.steps import (
 from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
+# Without a target, chunks take about as long, but have at least as many tokens.
+_USUAL_ITL_MS, _USUAL_CHUNK = 50.0, 64
 
 
 @dataclass(eq=False)
@@ -227,9 +229,10 @@ class Engine(Generic[T]):
         missing -= forks > 0
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
-            target = self.settings.target_itl_ms
-            if target and plan.load.decoded:  # their latency target limits the chunk
-                limit = min(limit, self.times.chunk(plan.load, sequence.computed, target))
+            if plan.load.decoded:  # their latency limits the chunk
+                target = self.settings.target_itl_ms
+                chunk = self.times.chunk(plan.load, sequence.computed, target or _USUAL_ITL_MS)
+                limit = min(limit, chunk if target else max(chunk, _USUAL_CHUNK))
             if limit < missing:
                 limit -= limit % self._grain
             return max(min(missing, limit), 0), 0

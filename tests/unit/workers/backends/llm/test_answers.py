@@ -609,7 +609,7 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:
     """A text up to the stop string that is complete first, and the stop string."""
     for end in range(1, len(text) + 1):
-        for stop in sorted(stops, key=len, reverse=True):
+        for stop in stops:
             if text[:end].endswith(stop):
                 return text[: end if included else end - len(stop)], stop
     return text, ""

@@ -335,6 +335,16 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
         [*MESSAGES, {"role": "model", "content": "to be  "}],
         {"continue_final_message": True},
     ),
+    "an empty text continued": (
+        ROLES,
+        [{"role": "user", "content": ""}],
+        {"continue_final_message": True},
+    ),
+    "the last text of parts continued": (
+        "{% for p in messages[0].content %}({{ p.text }}){% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
+        {"continue_final_message": True},
+    ),
 }
 
 
@@ -412,7 +422,18 @@ def test_one_of_several_templates_is_used(
             {"chat_template": "x"},
             "chat_template: 'x' is unknown (allowed: default",
         ),
-        ("none", MESSAGES, {"continue_final_message": True}, "does not render the last message"),
+        (
+            "{# content #}",
+            MESSAGES,
+            {"continue_final_message": True},
+            "does not render the last message",
+        ),
+        (
+            "{{ messages | tojson }}",
+            MESSAGES,
+            {"continue_final_message": True},
+            "does not name the content",
+        ),
         (ROLES, [{"role": "user"}], {"continue_final_message": True}, "message has no content"),
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
     ],
