@@ -60,7 +60,8 @@ class EngineSettings:
         aliases: Further names of the model in OpenAI's API.
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
-        target_itl_ms: The target of the inter-token latency; 0: none.
+        target_itl_ms: The target of the inter-token latency; 0: 50 ms, with chunks of at least 64
+            tokens of each prompt.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": that of the chat template; "none": none.
@@ -158,8 +159,8 @@ class EngineSettings:
             yield _Problem("speculative_decoding.draft_model", text)
         if self.max_tokens_per_batch < self.max_batch_size:
             text = (
-                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}, "
-                "and each sequence of a batch has a token"
+                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}; "
+                "each sequence of a batch needs one token in a step"
             )
             yield _Problem("max_tokens_per_batch", text)
 
@@ -233,7 +234,7 @@ def _checked(
     for name, value in given.items():
         if name not in defaults:
             allowed = (
-                suggestion(str(name), defaults) or f"; known are {', '.join(sorted(defaults))}"
+                suggestion(str(name), defaults) or f" (allowed: {', '.join(sorted(defaults))})"
             )
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
         elif name != "speculative_decoding":

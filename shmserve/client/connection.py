@@ -234,20 +234,16 @@ class ServerConnection(ServerState):
                     self.identity = f"{number}.{token}"
                 case m.ModelPublished():
                     self.models.publish(message)
-                    self._acknowledge(message.acknowledge)
-                case m.ModelOnDemand(name, acknowledge):
+                case m.ModelOnDemand(name):
                     self.models.on_demand.add(name)
-                    self._acknowledge(acknowledge)
-                case m.ModelWithdrawn(name, version, acknowledge):
+                case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
-                    self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
                     self.on_scheduler_lost(endpoint, successor)
                 case OwnerExited(pid):
                     self.mappings.drop_process(pid)
-                case ServerEnding(acknowledge):
+                case ServerEnding():
                     self.draining = True
-                    self._acknowledge(acknowledge)
                 case HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
@@ -255,6 +251,8 @@ class ServerConnection(ServerState):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
+            if number := getattr(message, "acknowledge", 0):
+                self._link.send_message(Acknowledged(number))
         return informed
 
     def has_successor(self) -> bool:
@@ -264,10 +262,6 @@ class ServerConnection(ServerState):
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
         return self._link.ended() or not self.alive
-
-    def _acknowledge(self, number: int) -> None:
-        if number > 0:
-            self._link.send_message(Acknowledged(number))
 
     # --- control requests
 

@@ -170,13 +170,15 @@ class _Maker:
         if flat.size * self.given.batch == element_count(shape):
             flat = np.tile(flat, self.given.batch)
         if flat.size != element_count(shape):
-            raise InvalidArgument(f"input '{name}': {flat.size} elements are not of shape {shape}")
+            raise InvalidArgument(
+                f"input '{name}': {flat.size} elements do not fit the shape {shape}"
+            )
         return self.encoded(name, flat.reshape(shape).tolist())
 
     def _of_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
         datatype = self.tensor(name).datatype
         if ITEM_SIZE[datatype] and len(raw) != ITEM_SIZE[datatype] * element_count(shape):
-            raise InvalidArgument(f"input '{name}': {len(raw)} bytes are not of shape {shape}")
+            raise InvalidArgument(f"input '{name}': {len(raw)} bytes do not fit the shape {shape}")
         return InputTensor(name, datatype, list(shape), raw)
 
 
@@ -187,7 +189,7 @@ def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
     except ValueError:
         shape = (-1,)
     if not colon or any(dim < 0 for dim in shape):
-        raise InvalidArgument(f"--shape takes NAME:N,N,..., not '{text}'")
+        raise InvalidArgument(f"--shape: expected NAME:N,N,..., got '{text}'")
     if name not in model.inputs:
         raise InvalidArgument(
             f"--shape: the model has no input '{name}'; it has {', '.join(model.inputs)}"
@@ -250,7 +252,9 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
     described = {name: (each.datatype, each.shape) for name, each in maker.model.inputs.items()}
     for number, entry in enumerate(yielded(path, described)):
         if not isinstance(entry, Mapping):
-            raise InvalidArgument(f"--data: request {number} of '{path}' is no mapping of inputs")
+            raise InvalidArgument(
+                f"--data: request {number} of '{path}' is not a mapping of inputs to values"
+            )
         try:
             yield {name: maker.encoded(name, value) for name, value in entry.items()}
         except (InvalidArgument, ValueError, TypeError) as error:

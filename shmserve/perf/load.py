@@ -185,7 +185,7 @@ class LoadGenerator:
             self._last_ns = now
         elif now - self._last_ns > self._patience_ns:
             raise Unavailable(
-                f"the server has responded to no request for {self._patience_ns / 1e9:g} s"
+                f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
             )
 
     def _send_due(self, now: int) -> int:
@@ -313,7 +313,8 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
             count = int((last - first) / step + 1e-9) + 1
             if count > _MOST_LOADS:
                 raise InvalidArgument(
-                    f"--{flag}: '{text}' are {count} loads, at most {_MOST_LOADS}"
+                    f"--{flag}: '{text}' defines {count} loads, but at most {_MOST_LOADS} are "
+                    "allowed"
                 )
             found = [float(first + step * number) for number in range(count)]
     except ValueError:

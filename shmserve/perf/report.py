@@ -94,7 +94,9 @@ def notes(point: Point) -> list[str]:
     if point.interrupted:
         found.append(f"interrupted after {point.seconds:.1f} s of measurement")
     elif not point.settled:
-        found.append("the last windows differ: measure longer, or on a quieter machine")
+        found.append(
+            "the last windows differ: measure for longer, or on a machine with less other load"
+        )
     if point.errors:
         found.append(f"{point.errors} requests failed; mostly: {point.error}")
     if point.client_busy > _BUSY:
@@ -102,7 +104,7 @@ def notes(point: Point) -> list[str]:
     missing = point.value * point.seconds - point.requests - point.errors
     # Random arrivals cannot explain more, since the standard deviation is the root of their number.
     if point.kind == "rate" and missing > 3 * math.sqrt(point.value * point.seconds):
-        found.append("the server did not keep up: the latencies grow with the time measured")
+        found.append("the server did not keep up: latencies increased during the measurement")
     return found
 
 

@@ -211,7 +211,7 @@ def start(config: Config) -> Candidate:
     """
     name = config["name"]
     for wrong, why in (
-        (config.get("sequence_batching"), "its sequences belong to instances"),
+        (config.get("sequence_batching"), "each of its sequences is bound to an instance"),
         (config.get("ensemble_scheduling"), "it is an ensemble: tune the models of its steps"),
         (
             config.get("backend") == "llm",

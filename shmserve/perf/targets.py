@@ -223,7 +223,7 @@ def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         found = data.yielded(path, {}) if path.suffix == ".py" else iter(data.entries(path))
         for number, entry in enumerate(found):
             if not isinstance(entry, dict):
-                raise InvalidArgument(f"--data: entry {number} of '{path}' is no object")
+                raise InvalidArgument(f"--data: entry {number} of '{path}' is not a JSON object")
             yield {**usual, **entry}
         return
     draw = random.Random(args.seed)

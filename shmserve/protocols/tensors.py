@@ -49,7 +49,7 @@ def split_input(text: str) -> tuple[str, str]:
     """Return the name and the value of an `--input`. Raises InvalidArgument."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise InvalidArgument(f"--input takes NAME=VALUE, not '{text}'")
+        raise InvalidArgument(f"--input: expected NAME=VALUE, got '{text}'")
     return name, value
 
 
@@ -65,7 +65,7 @@ def load(name: str, text: str) -> Any:
     except RecursionError as error:
         raise InvalidArgument(f"input '{name}': the lists are nested too deeply") from error
     except ValueError as error:
-        hint = "" if text[:1] in tuple('[{"') else f" (a text has quotes: --input '{name}=\"...\"')"
+        hint = "" if text[:1] in tuple('[{"') else f" (quote a string: --input '{name}=\"...\"')"
         raise InvalidArgument(f"input '{name}': not JSON: {error}{hint}") from error
 
 
@@ -78,7 +78,9 @@ def _load_array(name: str, path: Path) -> _Array:
     except Exception as error:  # any exception of numpy for an invalid file
         raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
     if not isinstance(array, np.ndarray):
-        raise InvalidArgument(f"input '{name}': {path} holds several arrays, not one")
+        raise InvalidArgument(
+            f"input '{name}': {path} contains several arrays; save a single array"
+        )
     return array
 
 
@@ -93,7 +95,7 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
         InvalidArgument: The elements are not of the datatype.
     """
     if tensor.datatype not in ITEM_SIZE:
-        raise InvalidArgument(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
+        raise InvalidArgument(f"input '{tensor.name}' has the unknown datatype {tensor.datatype}")
     if isinstance(value, np.ndarray) and value.dtype == object and tensor.datatype != "BYTES":
         value = _from_file(tensor, value.item())
     convert = _from_array if isinstance(value, np.ndarray) else _from_json
@@ -214,7 +216,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InvalidArgument(f"{what}, and the file is no image: {error}") from error
+        raise InvalidArgument(f"{what}, but the file is not an image: {error}") from error
     if len(dims) == 3:
         pixels = pixels.reshape(*pixels.shape[:2], -1)
     if first:

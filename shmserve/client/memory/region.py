@@ -240,7 +240,9 @@ def _descriptor(source: Any) -> int:
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
         except OSError as error:
-            raise InvalidArgument(f"'{name}' is no shared memory: {error.strerror}") from None
+            raise InvalidArgument(
+                f"'{name}' cannot be used as shared memory: {error.strerror}"
+            ) from None
     fd = getattr(source, "_fd", source)  # of multiprocessing.shared_memory.SharedMemory
     try:
         return os.dup(fd.fileno() if hasattr(fd, "fileno") else fd)
@@ -267,8 +269,8 @@ def check_datatype(name: str, given: str, signature: Signature) -> None:
     # The response decodes strings from the bytes of any tensor.
     if spec is not None and spec.datatype not in (given, "BYTES"):
         raise InvalidArgument(
-            f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
-            f"tensor {given}"
+            f"output '{name}' of model '{signature.name}' is {spec.datatype}, but the region's "
+            f"tensor is {given}"
         )
 
 

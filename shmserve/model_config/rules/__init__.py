@@ -302,7 +302,8 @@ def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
         final: The completed configuration.
     """
     found = [
-        f"instance_group[{index}].count: {group.count} is taken as the default; it is 1 or more"
+        f"instance_group[{index}].count: {group.count} is replaced by the default, because a "
+        "count must be at least 1"
         for index, group in enumerate(written.instance_group)
         if group.count < 0
     ]

@@ -102,10 +102,13 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
         found = _CONDITION.fullmatch(key)
         if not found:
             if key.startswith("step["):
-                text = f"parameter '{key}' of ensemble '{name}' is not known: step[N].condition is"
+                text = (
+                    f"parameter '{key}' of ensemble '{name}' is unknown (allowed: "
+                    "step[N].condition)"
+                )
                 yield Problem(at, text)
         elif int(found[1]) >= len(steps):
-            text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, from 0"
+            text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, numbered from 0"
             yield Problem(at, text, (_STEP,))
         elif parameter.string_value not in known:
             text = (
@@ -133,8 +136,9 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
         for index in waiting:  # in a cycle, or behind one
             missing = next(tensor for tensor in reads[index] if tensor not in tensors)
             text = (
-                f"step {index} of ensemble '{name}', of model '{steps[index].model_name}', can "
-                f"never run: its tensor '{missing}' is made only by steps that wait for it"
+                f"step {index} of ensemble '{name}', model '{steps[index].model_name}', can "
+                f"never run: its input tensor '{missing}' is produced only by steps that depend "
+                "on it"
             )
             yield Problem((*_STEP, index), text)
     for index, output in enumerate(config.output):

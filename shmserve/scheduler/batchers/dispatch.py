@@ -175,7 +175,9 @@ class Dispatch(Dispatcher):
                 # A retry runs alone and waits for an instance without other batches.
                 # A call that is sent ahead could wait behind the execution that makes it.
                 sends = in_order.count and not (queue.from_models and queue.calls())
-                slot = self._least_busy() if self._sends_ahead and sends else None
+                if self._sends_ahead and sends:
+                    times = executions.service_time
+                    slot = pool.least_busy(times.pipeline_depth, times.ends_soon)
                 if slot is None:
                     break
             elif tickets is not None:
@@ -201,14 +203,6 @@ class Dispatch(Dispatcher):
         if tickets is not None:
             tickets.return_unused()
         return wake_ns
-
-    def _least_busy(self) -> Slot | None:
-        """Return the busy instance that can receive a further batch ahead, or None."""
-        times, pool = self._executions.service_time, self._pool
-        depth = times.pipeline_depth
-        if depth == 1 and times.ends_soon and pool.ready_count == 1:
-            depth = 2  # no other instance could run a batch that is sent ahead
-        return pool.least_busy(depth)
 
     def _would_run(self, now_ns: int) -> bool:
         """Check whether a batch is ready for a free instance."""

@@ -19,7 +19,7 @@ splits a request:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol, final
@@ -51,10 +51,6 @@ class Pending(Protocol):
     flush_by_ns: int
 
 
-class PendingRequests(Sized, Iterable[Pending], Protocol):
-    """The queued requests, in order."""
-
-
 @record
 class Batch:
     """A decision to run the first `count` requests of the queue now.
@@ -83,20 +79,20 @@ class Batcher:
     learns: bool = False
 
     def decide(
-        self, now_ns: int, pending: PendingRequests, reserve_ns: int
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        """Return the decision for the queue, or None if it is empty.
+        """Return the decision for the queue.
 
         Args:
             now_ns: The time.
-            pending: The queue.
+            pending: The queued requests in order, at least one.
             reserve_ns: How long before a deadline a batch must start in order to meet it.
         """
-        return _ONE if pending else None
+        return _ONE
 
-    def closed(self, pending: PendingRequests) -> Batch | None:
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
         """Return the batch at the front of the queue if it can take no further request."""
-        return _ONE if pending else None
+        return _ONE
 
     def flush(self) -> None:
         """Stop waiting: no further request is expected."""

@@ -36,6 +36,8 @@ from shmserve.scheduler.generative.steps import (
 from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
+# Without a target, chunks take about as long, but have at least as many tokens.
+_USUAL_ITL_MS, _USUAL_CHUNK = 50.0, 64
 
 
 @dataclass(eq=False)
@@ -229,10 +231,10 @@ class Engine(Generic[T]):
         missing -= forks > 0
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
-            target = self.settings.target_itl_ms
-            # The latency target of the decoding sequences limits the chunk.
-            if target and plan.load.decoded:
-                limit = min(limit, self.times.chunk(plan.load, sequence.computed, target))
+            if plan.load.decoded:  # the latency of decoding sequences limits it
+                target = self.settings.target_itl_ms
+                chunk = self.times.chunk(plan.load, sequence.computed, target or _USUAL_ITL_MS)
+                limit = min(limit, chunk if target else max(chunk, _USUAL_CHUNK))
             if limit < missing:
                 limit -= limit % self._grain
             return max(min(missing, limit), 0), 0
@@ -416,11 +418,11 @@ class Engine(Generic[T]):
         """Handle the results of the running step; raise ValueError for those of another step."""
         running = self.running
         if running is None or message.step != running.step:
-            raise ValueError("a result of another step")
+            raise ValueError("the result of another step")
         results = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running.rows.items() if row.samples}
         if results.keys() != sampled - {*message.lost}:
-            raise ValueError("results of other rows than those of the step")
+            raise ValueError("results for rows that are not in the step")
         self.running = None
         running.observe(message, self.times, self.counts)
         for number in running.rows.keys() & message.lost:
@@ -449,7 +451,7 @@ class Engine(Generic[T]):
     def _sampled(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft + 1:
-            raise ValueError("more tokens than were asked for, or none")
+            raise ValueError("no tokens, or more than requested")
         sequence.tokens.extend(tokens)
         sequence.computed += len(tokens) - 1
         self._seal(sequence)

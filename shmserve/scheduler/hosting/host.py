@@ -145,9 +145,9 @@ class HostedScheduler(ABC):
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
-        self._core, peers, self._outboxes = self._parts()
-        self._front: Front[Any] = Front(
-            self._core,
+        self.core, peers, self.outboxes = self._parts()
+        self.front: Front[Any] = Front(
+            self.core,
             self,
             self._control,
             time.time_ns,
@@ -155,7 +155,7 @@ class HostedScheduler(ABC):
             self._cache,
         )
         if start.snapshot:
-            self._front.restore(start.snapshot, start.alive)
+            self.front.restore(start.snapshot, start.alive)
         # The supervisor first: it reports exits and announces instances.
         self._inboxes: dict[int, Take] = {
             self._control.fd: self._from_control,
@@ -177,7 +177,7 @@ class HostedScheduler(ABC):
 
     def _from_control(self) -> None:
         self._touched[self] = None
-        front, now_ns = self._front, time.monotonic_ns()
+        front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
                 self._catch_up()
@@ -204,7 +204,7 @@ class HostedScheduler(ABC):
 
     def _from_clients(self) -> None:
         self._touched[self] = None
-        front, now_ns = self._front, time.monotonic_ns()
+        front, now_ns = self.front, time.monotonic_ns()
         for peer, message in self._routed.receive():
             if type(message) in _FROM_CLIENT:
                 front.from_client(peer, message, now_ns)
@@ -213,11 +213,11 @@ class HostedScheduler(ABC):
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
         self._touched[self] = None
-        self._front.from_client(peer, message, time.monotonic_ns())
+        self.front.from_client(peer, message, time.monotonic_ns())
 
     def _from_local_clients(self) -> None:
         self._touched[self] = None
-        front, now_ns = self._front, time.monotonic_ns()
+        front, now_ns = self.front, time.monotonic_ns()
         local_clients = self._local_clients
         for peer, message in local_clients.link.receive():
             if type(message) not in _FROM_LOCAL_CLIENT:
@@ -258,29 +258,16 @@ class HostedScheduler(ABC):
     def _log_failure(self, peer: bytes, message: Failed | Responded) -> None:
         """Log a failure of the server or the model as gateways do for their clients."""
         if from_code(message.code, message.message).server_fault:
-            extra = self._front.ids_of(peer, message.id)
+            extra = self.front.ids_of(peer, message.id)
             args = self._settings.name, message.message
             logger.error("inference of model '%s' failed: %s", *args, extra=extra)
-
-    # --- turns
-
-    def tick(self, now_ns: int) -> None:
-        """Run one turn: expire and start requests, and queue the resulting messages."""
-        self.wake_ns = self._front.tick(now_ns)
-        self.live = self._core.live
-
-    def flush(self) -> None:
-        """Send the queued messages."""
-        for outbox in self._outboxes:
-            if outbox.pending:
-                outbox.flush()
 
     def close(self) -> None:
         """Close every link; its last messages have a moment to be delivered."""
         self._neighbours.remove(self.endpoint)
         for fd in self._inboxes:
             self._waiter.unwatch(fd)
-        for outbox in self._outboxes:
+        for outbox in self.outboxes:
             outbox.close(_PARTING_S)
         self._lent.close()
 
@@ -303,11 +290,11 @@ class BatchingScheduler(HostedScheduler):
             now_ns = time.monotonic_ns()
             for peer, message in workers.receive():
                 if type(message) is MetricsReported:
-                    self._front.metrics_reported(peer, message)
+                    self.front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
                     core.results.handle(peer, message, now_ns)
                 else:
-                    self._front.count_unexpected()
+                    self.front.count_unexpected()
 
         outboxes = (self._control, workers, self._routed, self._local_clients.link)
         return Parts(core, {workers.fd: from_workers}, outboxes)
@@ -330,7 +317,7 @@ class EnsembleScheduler(HostedScheduler):
             if type(message) in _FROM_STEP:
                 core.from_step(endpoint, message, time.monotonic_ns())
             else:
-                self._front.count_unexpected()
+                self.front.count_unexpected()
 
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
@@ -430,7 +417,8 @@ class Host:
             touched.clear()
             turned += schedulers
             for scheduler in schedulers:
-                scheduler.tick(now_ns)
+                scheduler.wake_ns = scheduler.front.tick(now_ns)
+                scheduler.live = scheduler.core.live
             if neighbours.posted:
                 neighbours.deliver()
             if touched:
@@ -438,7 +426,9 @@ class Host:
         # All together, because a receiver that wakes up may occupy this core before the other
         # flushes.
         for scheduler in turned:
-            scheduler.flush()
+            for outbox in scheduler.outboxes:
+                if outbox.pending:
+                    outbox.flush()
         for scheduler in turned:
             if scheduler.stopped and scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)

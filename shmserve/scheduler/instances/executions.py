@@ -247,22 +247,24 @@ def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
 
 def works_of(requests: Iterable[ScheduledRequest]) -> list[Work]:
     """Return the requests in the form of messages to their worker."""
-    return [
-        Work(
-            request.key,
-            request.client.pid,
-            submit.schema,
-            submit.data,
-            submit.request_id,
-            submit.flags,
-            submit.correlation_id,
-            submit.correlation_text,
-            submit.timeout_us,
-            submit.priority,
-            request.deadline_ns,
-            submit.trace,
-            submit.callers,
-        )
-        for request in requests
-        for submit in (request.submit,)
-    ]
+    works: list[Work] = []
+    for request in requests:
+        submit = request.submit
+        works += [
+            Work(
+                request.key,
+                request.client.pid,
+                submit.schema,
+                submit.data,
+                submit.request_id,
+                submit.flags,
+                submit.correlation_id,
+                submit.correlation_text,
+                submit.timeout_us,
+                submit.priority,
+                request.deadline_ns,
+                submit.trace,
+                submit.callers,
+            )
+        ]
+    return works

@@ -350,13 +350,23 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, credit: int) -> Slot | None:
-        """Return the least busy instance with less than `credit` batches."""
+    def least_busy(self, credit: int, ends_soon: bool = False) -> Slot | None:
+        """Return the least busy instance with less than `credit` batches.
+
+        If its batches end soon, an only instance has a credit of two at least.
+        """
         found: Slot | None = None
+        if credit == 1 and ends_soon and len(self._by_peer) == 1:
+            credit = 2  # no other instance could run a batch that is sent ahead
         if credit > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
-                if batches < credit and slot.state is SlotState.BUSY and self._may_take(slot):
+                if (
+                    batches < credit
+                    and slot.state is SlotState.BUSY
+                    and not slot.retiring
+                    and (not self._most_open or len(slot.requests) < self._most_open)
+                ):
                     found, credit = slot, batches
         return found
 
@@ -410,11 +420,10 @@ class Pool:
 
     def ended(self, slot: Slot) -> None:
         """Update `free` after an execution or an open request of an instance has ended."""
-        if slot.state is SlotState.IDLE and self._may_take(slot) and slot not in self.free:
+        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free:
+            return
+        if not self._most_open or len(slot.requests) < self._most_open:
             self.free.append(slot)
-
-    def _may_take(self, slot: Slot) -> bool:
-        return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
 
     def are_held(
         self, callers: Container[tuple[int, int]], slots: Iterable[Slot] = (), some: bool = False

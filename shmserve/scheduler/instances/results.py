@@ -121,7 +121,8 @@ class Results:
         if replies is None:
             self.unexpected += 1
             logger.error(
-                "an instance returned replies that do not match its batch, whose requests fail"
+                "an instance returned replies that do not match its batch; the requests of the "
+                "batch fail"
             )
             replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
         for reply in replies:

@@ -48,7 +48,7 @@ def parse(text: str) -> EngineSettings:
         return EngineSettings.of({})
     if not isinstance(given, dict):
         kind = type(given).__name__
-        raise InvalidArgument(f"{NAME}: found a {kind}, allowed is a mapping, NAME: VALUE")
+        raise InvalidArgument(f"{NAME}: expected a mapping (NAME: VALUE), found a {kind}")
     return EngineSettings.of(given, NAME, _positions(top))
 
 
@@ -59,7 +59,7 @@ def _positions(top: yaml.Node) -> dict[str, str]:
     for key, mark in _keys(top, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
-            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line} already")
+            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line}")
         positions.setdefault(key, _at(mark))
     if twice:
         raise InvalidArgument("\n".join(twice))
