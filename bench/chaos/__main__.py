@@ -26,7 +26,7 @@ from tests.support.hf_folders import write_folder
 from tests.support.sequence_models import controls, instances
 from tests.support.servers import running
 
-# Seconds that an execution may take: what hangs is killed then.
+# Maximum seconds of an execution: the server kills a worker that exceeds them.
 EXECUTION_LIMIT_S = 5
 
 _LIMITED = 'rate_limiter { resources [ { name: "R" count: 1 } ] }'

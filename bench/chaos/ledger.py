@@ -93,7 +93,7 @@ _WINDOWS = 64
 class Fault:
     """A fault: its name, its start, and the time until which it may cause errors.
 
-    Times are in monotonic seconds. The latter time is infinite until the fault has ended.
+    Times are in monotonic seconds. `until` is None while the fault lasts.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""The resources that must not grow during the test, and the readiness as a polling client sees it."""
+"""The resources that must not grow during the test, and the readiness that a client sees."""
 
 from __future__ import annotations
 

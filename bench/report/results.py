@@ -35,7 +35,7 @@ class Figure:
     target: Target = Target()
 
 
-# The keys of Row.samples: the product of the samples.
+# The keys of `Row.samples`: the product that a sample was measured with.
 US, PEER, MACHINE = "shmserve", "triton", "machine"
 
 

@@ -320,11 +320,9 @@ class HttpDoor:
         self._headers = credentials.headers
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """Return the bytes of a POST request to .../infer; tensors are binary both ways."""
-        header = json.dumps(inference_header(request, binary=True)).encode()
-        body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
-        path = f"{model_path(request.model, request.version)}/infer"
-        return self.post(path, body, {HEADER_LENGTH: str(len(header))})
+        """Return a POST of .../infer with binary tensors in both directions."""
+        _, path, body, header_length = _inference(request, binary=True)
+        return self.post(path, body, {HEADER_LENGTH: str(header_length)})
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Return the bytes of a POST request."""
