@@ -553,8 +553,8 @@ def class_attribute(text: str, class_name: str, attribute: str) -> Any:
                         return ast.literal_eval(value)
                     except ValueError:
                         raise InvalidArgument(
-                            f"{_position(node)}: '{class_name}.{attribute}' must be a literal: it "
-                            "is read before the file is executed"
+                            f"{_position(node)}: '{class_name}.{attribute}' must be a literal, "
+                            "because it is read before the file is executed"
                         ) from None
     return None
 

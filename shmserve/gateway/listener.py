@@ -404,7 +404,7 @@ class Acceptor:
             "more than %d connections%s: %s",
             most,
             "" if most == self._most else " of one peer",
-            f"{len(evicted)} that were idle were ended" if evicted else "one was refused",
+            f"{len(evicted)} idle connections were closed" if evicted else "one was refused",
         )
         self._warnings += 1
         for connection in evicted or [newcomer]:

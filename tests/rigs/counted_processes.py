@@ -286,7 +286,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     control.post(peer, supervision.InstanceExpected(0, pid))
     control.flush()
     worker.send(m.InstanceReady(0, pid))
-    while host._schedulers[0]._core.gauges()["instances"]["idle"] == 0:
+    while host._schedulers[0].core.gauges()["instances"]["idle"] == 0:
         _turn(host)
     body = case.respond(case.works(0, 0))
     numbers = itertools.count(1)

@@ -248,7 +248,9 @@ class Executor:
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             too_large = len(requests) > 1 and out_of_memory(error)
             if too_large:
-                logger.warning("%d requests are too many for the memory (%r)", len(requests), error)
+                logger.warning(
+                    "a batch of %d requests does not fit into memory (%r)", len(requests), error
+                )
             elif len(requests) > 1:
                 logger.warning("a batch failed (%r); its requests are executed one by one", error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):

@@ -189,8 +189,8 @@ class Padder:
                 if where is None:
                     response.error = Internal(
                         f"inference output '{output.name}' has the shape "
-                        f"{shape_text(output.shape)}, which cannot be cut back like '{source}': "
-                        f"that is padded to {shape_text(padded.shape[source])}"
+                        f"{shape_text(output.shape)}, which cannot be cut like input '{source}', "
+                        f"whose padded shape is {shape_text(padded.shape[source])}"
                     )
                 else:
                     response.outputs[index] = output._replace(data=output.data[where])

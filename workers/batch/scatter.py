@@ -218,7 +218,7 @@ class Scatterer:
         if self._whole:
             self._whole = False  # reported only once
             logger.warning(
-                "model '%s' was asked for outputs that it did not return: %s (logged once)",
+                "model '%s' did not return the requested outputs %s (logged once)",
                 self._signature.name,
                 ", ".join(missing),
             )
@@ -418,8 +418,7 @@ def _any_tensor(output: Output) -> Any:
     kind = PROTOCOL.get(output.data.dtype)
     if kind != output.datatype:
         raise Internal(
-            f"inference output '{output.name}' was given as {output.data.dtype}, which is not "
-            f"{output.datatype}"
+            f"inference output '{output.name}' is {output.data.dtype}, expected {output.datatype}"
         )
     return output.data
 

@@ -81,7 +81,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(byte_size, alone=True)
         else:
             self._block = block = memories.add(make(byte_size))
-        assert not block.offset  # the block is a whole segment
+        assert not block.offset  # the block of a region is a whole segment
         self._start = offset
         self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.part_with, block))
@@ -245,7 +245,9 @@ def _descriptor(source: Any) -> int:
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
         except OSError as error:
-            raise InvalidArgument(f"'{name}' is no shared memory: {error.strerror}") from None
+            raise InvalidArgument(
+                f"'{name}' cannot be used as shared memory: {error.strerror}"
+            ) from None
     fd = getattr(source, "_fd", source)  # of multiprocessing.shared_memory.SharedMemory
     try:
         return os.dup(fd.fileno() if hasattr(fd, "fileno") else fd)
@@ -257,7 +259,7 @@ def _descriptor(source: Any) -> int:
 
 
 def _received(shared: Any, specs: Specs, start: int, pin: bool) -> Region:
-    """Return a region that was sent by another process. No server uses it before it is attached."""
+    """Return a region that another process has sent. Servers use it after it is attached."""
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, shared.detach(), pin), start)
 
@@ -272,8 +274,8 @@ def check_datatype(name: str, given: str, signature: Signature) -> None:
     # The response decodes strings from the bytes of any tensor.
     if spec is not None and spec.datatype not in (given, "BYTES"):
         raise InvalidArgument(
-            f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
-            f"tensor {given}"
+            f"output '{name}' of model '{signature.name}' is {spec.datatype}, but the region's "
+            f"tensor is {given}"
         )
 
 

@@ -94,8 +94,11 @@ class ReportFamily(NamedTuple):
         return family
 
 
-def _families(*rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
-    return tuple(ReportFamily(*row) for row in rows)
+def _families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
+    """Return families of rows of `ReportFamily`; the path "" is the name without the prefix."""
+    return tuple(
+        ReportFamily(kind, prefix + name, path or name, *rest) for kind, name, path, *rest in rows
+    )
 
 
 _ALL = "inference requests, all batch sizes"
@@ -108,12 +111,12 @@ _LATENCIES = (
     ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
     ("compute_infer", f"compute inference duration in microseconds {_EXECUTED}", "compute_infer"),
     (
-        "compute_output",
-        f"inference compute output duration in microseconds {_EXECUTED}",
+        *("compute_output", f"inference compute output duration in microseconds {_EXECUTED}"),
         "compute_output",
     ),
 )
 _TRITON = _families(
+    "",
     ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
     (
         *("counter", "nv_inference_count", "inference_count"),
@@ -134,6 +137,7 @@ _TRITON = _families(
 )
 # Families of models with a response cache.
 _OF_CACHE = _families(
+    "",
     ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
     ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
     *(
@@ -147,30 +151,20 @@ _OF_CACHE = _families(
     ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
 _OWN = _families(
-    *(
-        ("counter", f"shmserve_{name}", name, text)
-        for name, text in (
-            ("workers_lost", "Deaths of instance processes that were serving"),
-            ("retried", "Requests retried alone after their worker died"),
-            ("overruns", "Executions that exceeded their time limit"),
-            ("malformed", "Messages that were dropped because they were malformed"),
-        )
-    ),
+    "shmserve_",
+    ("counter", "workers_lost", "", "Deaths of instance processes that were serving"),
+    ("counter", "retried", "", "Requests retried alone after their worker died"),
+    ("counter", "overruns", "", "Executions that exceeded their time limit"),
+    ("counter", "malformed", "", "Messages that were dropped because they were malformed"),
     (
-        *("counter", "shmserve_batches_closed", "batches_closed"),
+        *("counter", "batches_closed", ""),
         *("Executions by the reason that limited their batch", "reason"),
     ),
-    ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
-    (
-        *("counter", "shmserve_instance_changes", "instance_changes"),
-        *("Instances added or removed by autoscaling", "change"),
-    ),
-    ("gauge", "shmserve_executing_requests", "executing", "Requests in execution"),
-    ("gauge", "shmserve_open_sequences", "open_sequences", "Open sequences"),
-    (
-        *("counter", "shmserve_copied_bytes", "copied_bytes"),
-        *("Bytes of tensors that workers copied", "direction"),
-    ),
+    ("gauge", "instances", "", "Instances by state", "state"),
+    ("counter", "instance_changes", "", "Instances added or removed by autoscaling", "change"),
+    ("gauge", "executing_requests", "executing", "Requests in execution"),
+    ("gauge", "open_sequences", "", "Open sequences"),
+    ("counter", "copied_bytes", "", "Bytes of tensors that workers copied", "direction"),
 )
 _HISTOGRAMS = (
     ("request_seconds", "Time from arrival to response of a successful request"),
@@ -301,56 +295,33 @@ def _padding(reports: Reports) -> Iterator[ExpositionFamily]:
         yield family
 
 
-_GENERATIVE = tuple(
-    ReportFamily(kind, f"shmserve_llm_{name}", path, text, label)
-    for kind, name, path, text, label in (
-        ("counter", "requests", "requests", "Requests by finish reason", "outcome"),
-        ("gauge", "requests_queued", "queued", "Sequences waiting for their first step", ""),
-        ("gauge", "requests_running", "sequences.running", "Sequences in the batch", ""),
-        (
-            "gauge",
-            "requests_swapped",
-            "sequences.swapped",
-            "Sequences swapped out to host blocks",
-            "",
-        ),
-        (
-            "gauge",
-            "batch_utilization",
-            "utilization",
-            "Rows of the step, of the most there are",
-            "",
-        ),
-        ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
-        ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
-        ("counter", "swap_in", "swapped_in", "Blocks copied back from the host", ""),
-        ("counter", "swap_out", "swapped_out", "Blocks copied to the host", ""),
-        ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written", ""),
-        ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption", ""),
-        ("counter", "tokens_generated", "generated", "Tokens that were generated", ""),
-        ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed", ""),
-        ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too", ""),
-        (
-            "counter",
-            "prefix_cache_queries",
-            "prefix_queries",
-            "Prompt tokens looked up in the cache",
-            "",
-        ),
-        ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache", ""),
-        ("counter", "speculative_drafted", "drafted", "Tokens that were proposed", ""),
-        ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
-        ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
-        ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
-        (
-            "counter",
-            "step_seconds",
-            "seconds",
-            "Time of steps by phase, and of work outside of steps",
-            "phase",
-        ),
-        ("counter", "finished", "finished", "Sequences by finish reason", "reason"),
-    )
+_GENERATIVE = _families(
+    "shmserve_llm_",
+    ("counter", "requests", "", "Requests by finish reason", "outcome"),
+    ("gauge", "requests_queued", "queued", "Sequences waiting for their first step"),
+    ("gauge", "requests_running", "sequences.running", "Sequences in the batch"),
+    ("gauge", "requests_swapped", "sequences.swapped", "Sequences swapped out to host blocks"),
+    ("gauge", "batch_utilization", "utilization", "Rows of the step, of the most there are"),
+    ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
+    ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
+    ("counter", "swap_in", "swapped_in", "Blocks copied back from the host"),
+    ("counter", "swap_out", "swapped_out", "Blocks copied to the host"),
+    ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written"),
+    ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption"),
+    ("counter", "tokens_generated", "generated", "Tokens that were generated"),
+    ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed"),
+    ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too"),
+    ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the cache"),
+    ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache"),
+    ("counter", "speculative_drafted", "drafted", "Tokens that were proposed"),
+    ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted"),
+    ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted"),
+    ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step"),
+    (
+        *("counter", "step_seconds", "seconds"),
+        *("Time of steps by phase, and of work outside of steps", "phase"),
+    ),
+    ("counter", "finished", "", "Sequences by finish reason", "reason"),
 )
 _GENERATIVE_HISTOGRAMS = (
     ("request_latency_seconds", "request_seconds", "Time from arrival to the last response"),

@@ -355,7 +355,7 @@ class TlsLayer:
             if not self.ready:
                 self._tls.do_handshake()
                 if self._tls.selected_alpn_protocol() != "h2":
-                    raise BrokenTls("a client that does not speak HTTP/2")
+                    raise BrokenTls("the client does not use HTTP/2")
                 self.ready = True
             while piece := self._tls.read(_READ):
                 pieces.append(piece)

@@ -131,7 +131,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: flo
         await stream.write(stall_s)
         await reader  # raises the error of the reader, which has ended
     except TimeoutError:
-        raise Unavailable("the responses are not read") from None
+        raise Unavailable("the client does not read its responses") from None
     finally:
         # Everything is cancelled before the first wait, since a call may be cancelled twice.
         reader.cancel()

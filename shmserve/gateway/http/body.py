@@ -73,7 +73,7 @@ JSON_TOO_LARGE = (
 _MOST_CHUNKS = 65536
 _MOST_CHUNKS_AT_ONCE = 1024
 _BODY_TOO_LARGE = (
-    "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors "
+    "request body of {size} bytes exceeds the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")

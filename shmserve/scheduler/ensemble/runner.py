@@ -73,7 +73,7 @@ class StepRunner:
             self._handle_events(now_ns)
 
     def lost(self, endpoint: str, successor: str, now_ns: int) -> None:
-        """Submit the requests of a scheduler that is lost to those that serve their models now."""
+        """Resubmit the requests of a lost scheduler to the current schedulers of their models."""
         self._targets.move(endpoint, successor)
         self.schedulers.successors.add(endpoint, successor)
         self.schedulers.lost(endpoint)
@@ -154,7 +154,7 @@ class StepRunner:
             self.cancel(request)
 
     def _end(self, step: StepRequest, now_ns: int) -> None:
-        """End a step whose memory no worker has any more."""
+        """End a step whose request no worker uses any more."""
         request, index = step.request, step.firing.step.index
         for value in step.firing.inputs.values():
             value.release()
@@ -170,7 +170,7 @@ class StepRunner:
     # --- to the schedulers ------------------------------------------------------------------------
 
     def run(self, request: EnsembleRequest, now_ns: int) -> None:
-        """Submit the steps of a request that can run now; others wait for their turn."""
+        """Submit the steps of a request that are ready, up to `max_inflight_requests`."""
         most, running = self._graph.max_inflight, self._running
         firings = request.flow.firings
         while firings and request.state is RUNNING:
@@ -219,7 +219,7 @@ class StepRunner:
                 self.schedulers.cancel(step)
 
     def drop_waiting(self, request: EnsembleRequest) -> None:
-        """Remove the waiting steps of a request, which do not run."""
+        """Remove the waiting steps of a request, which will not run."""
         if not request.waiting:
             return
         for index, waiting in enumerate(self._waiting):
@@ -236,7 +236,7 @@ class StepRunner:
 class StepSchedulers(Links):
     """The links of an ensemble to the schedulers of its steps (`Links`).
 
-    A scheduler in this process is called; the others have sockets.
+    A scheduler in the same process is called directly; other schedulers have sockets.
 
     Attributes:
         _identity: The ensemble's address in this process.

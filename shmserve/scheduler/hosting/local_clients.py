@@ -163,7 +163,8 @@ class LocalClientRules:
         """
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
-        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)  # the end is an integer in messages
+        # The end of a timeout must fit an integer of the message format.
+        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)
         ends = [arrived_ns + us * 1000 for us in (timeout_us, self._limit_us) if us > 0]
         if submit.deadline_ns > 0:
             ends.append(submit.deadline_ns)
@@ -201,7 +202,7 @@ class LocalClientRules:
         return _LocalSchema(schema, fits=True)
 
     def _checked_place(self, number: int, given: Any) -> Range:
-        """Return a place in memory that the client has shared."""
+        """Return the memory range of a tensor if it is in memory that the client has shared."""
         try:
             memory_range = unpack_range(given)
         except (TypeError, ValueError) as error:

@@ -116,4 +116,4 @@ def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:
         request = urllib.request.Request(f"http://{started.url}/v2/repository/index", b"")
         with urllib.request.urlopen(request, timeout=30) as answered:
             (row,) = json.load(answered)
-    assert "weights: int8 is for CPUs" in row["reason"]
+    assert "weights: int8 is supported on CPUs only" in row["reason"]

@@ -197,7 +197,7 @@ def test_plain_tls(keys: Path, models: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--grpc-use-ssl"], "--grpc-server-cert: a file is needed for TLS"),
+        (["--grpc-use-ssl"], "--grpc-server-cert: TLS requires this file"),
         (
             ["--grpc-use-ssl", "--grpc-server-cert=/nowhere"],
             "--grpc-server-cert: '/nowhere' is not a file that can be read",

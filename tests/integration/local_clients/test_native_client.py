@@ -231,7 +231,7 @@ def test_regions_are_checked(client) -> None:
             client.allocate(tensors)
     client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
-        wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
+        wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
         with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
             client.infer("rows", region)
     # Strings go where there is room for them.

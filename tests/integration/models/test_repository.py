@@ -222,7 +222,7 @@ def test_a_named_configuration(tmp_path: Path) -> None:
         assert config["parameters"] == {"which": {"string_value": "alt"}}
         other = http.get("/v2/models/identity/config").ok().json()
         assert "which" not in other.get("parameters", {})
-        assert "without effect" not in server.log()
+        assert "no effect" not in server.log()
 
 
 def test_the_index_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
-from shmserve.ipc.transport import frames, zmtp
+from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.arrivals import arrived, framed, send_raw
 from tests.support.texts import EXPIRED
 from tests.support.waiting import until
 
@@ -309,9 +309,9 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:
-        send_raw(stage.control, stage.address, zmtp.frame(frame))
+        send_raw(stage.control, stage.address, framed(frame))
         for stranger in strangers:
-            send_raw(stranger, b"", zmtp.frame(frame))
+            send_raw(stranger, b"", framed(frame))
             send_raw(stranger, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))

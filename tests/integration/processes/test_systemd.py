@@ -186,7 +186,7 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
     sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
     with hung(processes(systemd)["gateway http 0"]):
-        until("a log", lambda: "no response from gateway 0 (pid " in log(systemd), 20)
+        until("a log", lambda: "do not respond: gateway 0 (pid " in log(systemd), 20)
     wait_restarts(systemd, 1)
     systemd.run("kill", "-STOP", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 2)

@@ -98,7 +98,9 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
 def test_a_service_managers(repository: Path, run_dir: Path) -> None:
     with managed() as manager, first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server:
         said = refusal(run_dir, repository)
-        assert "cannot be taken over: a service manager has started it and must restart it" in said
+        assert (
+            "cannot be taken over: a service manager started the server and must restart it" in said
+        )
         assert_untouched(server)
 
 

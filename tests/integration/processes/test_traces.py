@@ -411,7 +411,7 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
         ({"trace_rate": "-1"}, 400, "Unable to parse 'trace_rate', value is out of range"),
         ({"trace_count": "-2"}, 400, "'trace_count'. Expecting value >= -1, got:-2"),
         ({"trace_file": "/x"}, 501, "trace file location can not be updated through network"),
-        ({"trace_rate": {}}, 400, "'trace_rate' must be a text"),
+        ({"trace_rate": {}}, 400, "'trace_rate' must be a string"),
     ],
 )
 def test_what_is_no_setting_is_refused(

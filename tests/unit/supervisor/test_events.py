@@ -285,7 +285,7 @@ def test_the_page_has_every_event_and_field() -> None:
         (m.LoadRefused("m", "a\x1bb"), "model m: not loaded (a?b)"),
         (
             m.InstancesChanged("m", "1", 2, 3, "they wait"),
-            "model m version 1: 3 instances, was 2 (they wait)",
+            "model m version 1: 3 instances (before: 2) (they wait)",
         ),
         (STARTED, "process 7 worker simple.0 cpu: runs"),
         (m.ProcessEnded(7, "x", "signal 9"), "process 7 x: ended (signal 9)"),

@@ -48,7 +48,7 @@ class Grammars:
 
         kind, text = grammar
         if not self._ends:
-            raise InvalidArgument("response_format: the model has no token that ends a text")
+            raise InvalidArgument("response_format: the model has no end-of-text token")
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _json_grammar,
@@ -127,7 +127,7 @@ def _unsupported(warnings: list[str]) -> str:
 
 def _reason(error: str) -> str:
     first = error.splitlines()[0]
-    return "it allows no text" if first.startswith("NoExtension") else clip(first, 200)
+    return "it matches no text" if first.startswith("NoExtension") else clip(first, 200)
 
 
 def failure(matcher: Any) -> InvalidArgument | None:

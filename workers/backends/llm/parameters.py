@@ -181,14 +181,14 @@ def parse(
         elif name in _PLAIN:
             continue
         elif name not in _REFUSED:
-            message = "parameter '%s' of a generation is not known and is ignored"
+            message = "the unknown parameter '%s' of a generation is ignored"
             warn_once(logger, message, clip(name))
         elif value not in _REFUSED[name]:
             problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
         if values.get("grammar", _FREE) != _FREE:
             grammars[name] = values.pop("grammar")
     if len(grammars) > 1:
-        problems.append(f"{' and '.join(grammars)}: a text has one grammar at most")
+        problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
     values = _settled(values, grammars)
     values["grammar_name"] = next((shown.get(name, name) for name in grammars), "")
     problems += _contradictions(values, vocabulary)
@@ -239,16 +239,18 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
         found.append(f"best_of: {best_of} is less than n {count}")
     if not values.get("use_beam_search"):
         if best_of > count and values.get("stream"):
-            found.append(f"stream: the best of {best_of} samples are known at their end")
+            found.append(
+                f"stream: the best of {best_of} samples are known only when all are complete"
+            )
         return found
     if values.get("stream"):
-        found.append("stream: a beam search has its texts at its end, stream has to be false")
+        found.append("stream: it must be false, because a beam search returns its texts at the end")
     if values.get("logprobs", -1) >= 0:
-        found.append("logprobs: a beam search has none")
+        found.append("logprobs: a beam search does not return them")
     if not most:
-        found.append("max_tokens: 0 is too small for a beam search")
+        found.append("max_tokens: a beam search requires at least 1")
     if max(count, best_of) < 2:
-        found.append(f"n: {count} is not the width of a beam search, which is 2 to 128")
+        found.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
     return found
 
 
@@ -271,7 +273,7 @@ def _with_beams(given: Mapping[str, Any]) -> list[str]:
 def _number(name: str, value: Any) -> dict[str, Any]:
     least, most = _RANGES[name]
     whole = isinstance(least, int)
-    allowed = f"a {'whole number' if whole else 'number'} from {least} to {most}"
+    allowed = f"{'an integer' if whole else 'a number'} from {least} to {most}"
     try:
         found = float(value)
         exact = int(value) if whole else found
@@ -314,7 +316,7 @@ def _decoded(value: Any, allowed: str) -> Any:
 
 
 def _stop(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a text or a list of up to {_MOST_STOPS} texts, none of them empty"
+    allowed = f"a string or a list of up to {_MOST_STOPS} strings, none of them empty"
     found = [value] if isinstance(value, str) else value
     texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
     if not texts or len(found) > _MOST_STOPS:
@@ -333,12 +335,12 @@ def _stop_words(name: str, value: Any) -> dict[str, Any]:
 def _bad_words(name: str, value: Any) -> dict[str, Any]:
     words: tuple[str, ...] = _stop("stop", value)["stop"]
     if any(len(word) > _LONGEST_WORD for word in words):
-        raise ValueError(f"a list of texts of up to {_LONGEST_WORD} characters")
+        raise ValueError(f"a list of strings of up to {_LONGEST_WORD} characters")
     return {name: words}
 
 
 def _tokens(name: str, value: Any) -> dict[str, Any]:
-    allowed = "a list of tokens (whole numbers)"
+    allowed = "a list of tokens (integers)"
     found = _decoded(value, allowed)
     listed = isinstance(found, list) and all(type(each) is int for each in found)
     if not listed or (name == "allowed_token_ids" and not found):
@@ -454,7 +456,7 @@ _regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 
 
 def _choice(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a list of 1 to {_MOST_CHOICES} texts, none of them empty"
+    allowed = f"a list of 1 to {_MOST_CHOICES} strings, none of them empty"
     found = _decoded(value, allowed)
     texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
     if not texts or not 0 < len(found) <= _MOST_CHOICES:

@@ -58,7 +58,7 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         size = memoryview(tensor.raw).nbytes
         if name in _INPUTS and size > most_bytes:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {size} bytes are above any prompt's {most_bytes}"
+                f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {most_bytes}"
             )
         if name == "input_ids":
             found[name] = tensor.numpy().ravel().copy()
@@ -240,7 +240,7 @@ class PromptReader:
         named = [name for name in _INPUTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
-            raise InvalidArgument(f"the prompt is one of {', '.join(_INPUTS)}: {found} is given")
+            raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found}")
         (name,) = named
         if name == "input_ids":
             count = self._count(name, len(given[name]), parameters)
@@ -297,10 +297,11 @@ class PromptReader:
         if most:
             count = min(count, most if most > 0 else max(self._longest - 1, 1))
         if not count:
-            raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
+            raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
         if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the "
+                f"limit of {self._longest}"
             )
         return count
 
@@ -313,8 +314,8 @@ class PromptReader:
             raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {most}")
         token = clip(repr(self._tokenizer.id_to_token(wrong)))
         raise InvalidArgument(
-            f"{name}: the token {token} is {wrong}, and the model has tokens up to {most} "
-            "(config.json: vocab_size)"
+            f"{name}: the token {token} has the id {wrong}, but the model's largest token is "
+            f"{most} (config.json: vocab_size)"
         )
 
 

@@ -225,7 +225,8 @@ class StopStrings:
 
         Return the text outside of stop strings, and the stop string that was found, or "".
 
-        If there are several stop strings, the one that ends first counts.
+        If there are several stop strings, the one that ends first counts. Of those that end
+        together, the first in the request counts, as in vLLM.
         """
         if not self._stops:
             return text, ""
@@ -233,7 +234,7 @@ class StopStrings:
         found = [(text.find(stop), stop) for stop in self._stops]
         matches = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
         if matches:
-            end, begin, stop = min(matches)
+            end, begin, stop = min(matches, key=lambda match: match[0])
             self._held = ""
             return text[: end if self._included else begin], stop
         held = max(overlap(text, stop) for stop in self._stops)

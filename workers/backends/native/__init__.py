@@ -84,8 +84,8 @@ class NativeBackend(Backend):
         own, given = declaration.parameters(model), config.get("parameters") or {}
         if ENVIRONMENT in own and ENVIRONMENT not in given:
             raise InvalidArgument(
-                f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is read "
-                "before it is executed: write it into the body of the class as a string"
+                f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
+                "parsed before it is executed; write it into the body of the class as a string"
             )
         completed["parameters"] = {**own, **given}
         inputs, outputs = declaration.as_config(predict)
@@ -258,8 +258,8 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
         lost = sorted(required - set(specs))
         if lost:
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' takes '{lost[0]}', which is no {what} of "
-                "the configuration"
+                f"'predict' of model '{signature.name}' has '{lost[0]}', which is not an {what} "
+                "of the configuration"
             )
 
 

@@ -206,9 +206,9 @@ def _tensor_config(name: str, kind: TensorType) -> dict[str, Any]:
 def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter:
     what = f"argument '{parameter.name}' of '{owner}.predict'"
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise InvalidArgument(f"{what} takes any number of values: name each input")
+        raise InvalidArgument(f"{what} is variadic; name each input")
     if parameter.kind is parameter.POSITIONAL_ONLY:
-        raise InvalidArgument(f"{what} must have a name to be given by: leave out the '/'")
+        raise InvalidArgument(f"{what} is positional-only; remove the '/'")
     optional = parameter.default is not parameter.empty
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]

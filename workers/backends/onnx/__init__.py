@@ -101,8 +101,8 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     for name, _ in selected:
         if name not in present:
             raise Unavailable(
-                f"model '{context.model_name}' needs {name}, and the onnxruntime that is installed "
-                f"has {', '.join(present)} only" + _HINTS.get(name, "")
+                f"model '{context.model_name}' needs {name}, but the installed onnxruntime only "
+                f"has {', '.join(present)}" + _HINTS.get(name, "")
             )
     session = runtime.InferenceSession(str(path), options, providers=selected)
     used = session.get_providers()
@@ -253,8 +253,8 @@ def check(
         if tensor.dims[:1] != (-1,):
             raise InvalidArgument(
                 f"model '{name}' has max_batch_size {most}, but the first dimension of its tensor "
-                f"'{tensor.name}', {shape_text(tensor.dims)}, is no batch dimension, which is one "
-                "that varies in all"
+                f"'{tensor.name}', {shape_text(tensor.dims)}, is not a variable dimension that "
+                "all tensors have in common"
             )
     sides: tuple[tuple[str, dict[str, TensorSpec], tuple[Described, ...]], ...] = (
         ("input", signature.inputs, description.inputs),

@@ -327,7 +327,9 @@ class PreferredMemory:
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         if not isinstance(preferred_memory_type, MemoryType):
-            raise TypeError(f"preferred_memory_type is no such type: {preferred_memory_type!r}")
+            raise TypeError(
+                f"preferred_memory_type must be a MemoryType, not {preferred_memory_type!r}"
+            )
         whole(preferred_device_id, "preferred_device_id", -(2**63))
 
 
@@ -384,7 +386,7 @@ class InferenceRequest:
         given = listed(inputs, "inputs")
         for what, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
             if not isinstance(what, kind):
-                raise TypeError(f"{what!r} is no {kind.__name__}")
+                raise TypeError(f"{what!r} is not a {kind.__name__}")
         of = f"for request with id '{request_id}' and model name '{model_name}'"
         for tensor in given:
             if tensor is None:

@@ -151,7 +151,7 @@ class PytorchBackend(Backend):
         plan = self._runner.memory_plan(config, self._serving.module)
         graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
         if use_graphs and (plan is None or recorder is None):
-            why = "its shapes are not fixed" if plan is None else "its device has none"
+            why = "its shapes are not fixed" if plan is None else "its device does not support them"
             logger.warning("model '%s' runs without CUDA graphs: %s", signature.name, why)
         if plan is None:
             return None

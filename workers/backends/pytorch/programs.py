@@ -254,7 +254,7 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         what = f"cannot be read: {in_words(error)}"
         if type(error).__name__ == "UnpicklingError":  # a type of pickle
-            what = "holds objects that are no tensors"
+            what = "contains objects that are not tensors"
         raise InvalidArgument(f"'{path.name}' {what}") from error
 
 

@@ -106,7 +106,7 @@ class VllmBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: requests are executed as streams."""
-        raise Unsupported("a model of vLLM is decoupled")
+        raise Unsupported("a vLLM model is decoupled")
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """Pass requests to the engine."""
@@ -158,7 +158,9 @@ class VllmBackend(Backend):
         assert self._engine is not None
         for name in ("image", "embedding_request"):
             if name in given:
-                raise Unsupported(f"{name}: it is not supported, only requests for text are")
+                raise Unsupported(
+                    f"{name}: it is not supported; backend 'vllm' serves requests for text only"
+                )
         wanted = {output.name for output in stream.request.schema.outputs}
         streams = bool(parameters.get("stream"))
         call = await self._engine.call(given, parameters, echoes, openai="usage" in wanted)
@@ -240,7 +242,7 @@ def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str,
         return config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if arguments.get(name, 1) != 1:
-            raise InvalidArgument(f"instance_group: with {name}, the kind has to be KIND_MODEL")
+            raise InvalidArgument(f"instance_group: with {name}, the kind must be KIND_MODEL")
     return str(context.device_id)
 
 

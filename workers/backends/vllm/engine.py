@@ -84,7 +84,7 @@ class Arguments:
         for name in self.engine:
             if name not in known:
                 near = suggestion(name, known)
-                raise InvalidArgument(f"{FILE}: {name} is no argument of vLLM's engine{near}")
+                raise InvalidArgument(f"{FILE}: {name} is not an argument of vLLM's engine{near}")
         return AsyncEngineArgs(**self.engine)
 
     def max_model_len(self) -> int:
@@ -105,7 +105,7 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidArgument(f"{path.name}: it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise InvalidArgument(f"{path.name}: found {clip(repr(found))}, allowed is an object")
+        raise InvalidArgument(f"{path.name}: expected an object, found {clip(repr(found))}")
     return found
 
 
@@ -267,7 +267,7 @@ class VllmEngine:
         named = [name for name in _PROMPTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
-            raise InvalidArgument(f"the prompt is one of {', '.join(_PROMPTS)}: {found} is given")
+            raise InvalidArgument(f"exactly one of {', '.join(_PROMPTS)} is required, got {found}")
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in self._adapters:
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
@@ -330,7 +330,7 @@ class VllmEngine:
                 request, prompt_input=text, prompt_embeds=None
             )
         else:
-            raise InvalidArgument(f"task: {clip(repr(task))} has no input, or is not known")
+            raise InvalidArgument(f"task: {clip(repr(task))} is unknown, or its input is missing")
         tokens = prompt["prompt_token_ids"]
         strings = self._tokenizer.convert_ids_to_tokens(tokens)
         return {"token_ids": tokens, "text_output": [orjson.dumps(strings)]}
@@ -394,9 +394,9 @@ def _parsed(kind: Any, body: dict[str, Any]) -> Any:
     for name in body:
         if name not in kind.model_fields:
             near = suggestion(name, kind.model_fields)
-            raise InvalidArgument(f"{name}: it is refused: vLLM does not know it{near}")
+            raise InvalidArgument(f"{name}: vLLM has no such parameter{near}")
     if body.get("use_beam_search"):
-        raise InvalidArgument("use_beam_search: True is refused: it is not supported")
+        raise InvalidArgument("use_beam_search: it is not supported")
     return kind.model_validate(body)
 
 

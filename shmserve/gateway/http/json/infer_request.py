@@ -116,7 +116,9 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
         if likely not in _warned_of:
             _warned_of.add(likely)
             logger.warning(
-                "a request's '%s' is unknown; did its client mean '%s'?", clip(name), likely
+                "a request has the unknown field '%s'; did its client mean '%s'?",
+                clip(name),
+                likely,
             )
 
 
@@ -160,7 +162,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     shape = member_array(raw, "shape")
     if len(shape) > _MOST_DIMS:
         raise InvalidArgument(
-            f"input '{name}' may have {_MOST_DIMS} dimensions at most, it has {len(shape)}"
+            f"input '{name}' may have at most {_MOST_DIMS} dimensions, got {len(shape)}"
         )
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
@@ -168,7 +170,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     count = element_count(shape)
     if item is None:
         raise InvalidArgument(
-            f"invalid datatype for input {name} ('{clip(datatype)}'; there are: "
+            f"invalid datatype for input {name} ('{clip(datatype)}'; allowed: "
             f"{', '.join(ITEM_SIZE)})"
         )
     if count * (item or 1) > LARGEST or count == 0:

@@ -184,7 +184,7 @@ def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
 def missing(field: str, holder: Any) -> JsonFault:
     """Return the error for a missing member, with the misspelt member of `holder`, if any."""
     hint = "".join(
-        f"; did you mean it by '{clip(name)}'?"
+        f"; did you misspell it as '{clip(name)}'?"
         for name, likely in misspelt(holder)
         if likely == field
     )
@@ -369,7 +369,7 @@ def _insert_numbers(header: Any, cuts: dict[str, Numbers]) -> None:
         if type(data) is str and data in cuts:
             tensor["data"] = cuts.pop(data)
     if cuts:
-        raise JsonFault("a large 'data' array stands outside of 'inputs'")
+        raise JsonFault("a large 'data' array is outside of 'inputs'")
 
 
 def _arrays(body: bytes) -> Iterator[tuple[int, int]]:

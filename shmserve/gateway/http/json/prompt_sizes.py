@@ -76,7 +76,7 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     other_sizes = {name: len(orjson.dumps(fields[name])) for name in fields if name not in _PROMPTS}
     if sum(other_sizes.values()) > _MOST_OTHER_BYTES:
         name = max(other_sizes, key=lambda name: other_sizes[name])
-        return f"{clip(name)}: {other_sizes[name]} bytes are above {_MOST_OTHER_BYTES}"
+        return f"{clip(name)}: {other_sizes[name]} bytes exceed the limit of {_MOST_OTHER_BYTES}"
     if fields.get("truncate_prompt_tokens") is not None:
         return ""
     for name in _PROMPTS:
@@ -91,7 +91,7 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
             size = len(orjson.dumps(prompt)) if text else len(prompt or ())
             if size > limit:
                 unit = "bytes" if text else "tokens"
-                return f"{name}: {PROMPT_TOO_LONG}: {size} {unit} are above {limit}"
+                return f"{name}: {PROMPT_TOO_LONG}: {size} {unit} exceed the limit of {limit}"
     return ""
 
 

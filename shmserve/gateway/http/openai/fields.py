@@ -66,8 +66,8 @@ _REFUSED: Mapping[str, Allowed] = {
     "suffix": Allowed(("",), "insertion before a suffix is not supported"),
     "modalities": Allowed((["text"],), 'only ["text"] is supported'),
     "verbosity": Allowed(("medium",), "only 'medium' is supported"),
-    "functions": Allowed(([],), "it is replaced by tools"),
-    "function_call": Allowed(("none",), "it is replaced by tool_choice"),
+    "functions": Allowed(([],), "use tools instead"),
+    "function_call": Allowed(("none",), "use tool_choice instead"),
     "detokenize": Allowed((True,), "only true is supported"),
     "return_tokens_as_token_ids": _FALSE,
     "echo": _FALSE,  # A chat has no echo.
@@ -148,9 +148,9 @@ def supported_fields(
     for name in unknown:
         if refuse_unknown:
             names = unknown[name]
-            problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, names)}")
         else:
-            warn_once(logger, "field '%s' of OpenAI's API is not known and is ignored", clip(name))
+            warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:
         raise InvalidArgument("; ".join(problems))
     return found

@@ -326,18 +326,16 @@ class Choices:
 
 async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the continuations of prompts."""
-    body = await bodies.read(gateway, request)
-    text_request = await bodies.completion(gateway, body)
-    choices = _choices(gateway, COMPLETION, text_request)
-    return await respond(gateway, request, text_request, choices)
+    text_request = await bodies.completion(gateway, await bodies.read(gateway, request))
+    return await respond(
+        gateway, request, text_request, _choices(gateway, COMPLETION, text_request)
+    )
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the next message of a chat."""
-    body = await bodies.read(gateway, request)
-    text_request = await bodies.chat(gateway, body)
-    choices = _choices(gateway, CHAT, text_request)
-    return await respond(gateway, request, text_request, choices)
+    text_request = await bodies.chat(gateway, await bodies.read(gateway, request))
+    return await respond(gateway, request, text_request, _choices(gateway, CHAT, text_request))
 
 
 def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:

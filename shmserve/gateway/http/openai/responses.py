@@ -38,8 +38,8 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 _REASONS = {
-    "previous_response_id": "no response is stored; the input has to contain the conversation",
-    "conversation": "no conversation is stored; the input has to contain it",
+    "previous_response_id": "responses are not stored; the input must contain the conversation",
+    "conversation": "conversations are not stored; the input must contain the conversation",
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED: Mapping[str, Any] = {
@@ -130,14 +130,14 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     given = body.get("input")
     items: Any = [{"role": "user", "content": given}] if type(given) is str else given
     if type(items) is not list or not items:
-        raise InvalidArgument("input: it is neither a text nor a list of items")
+        raise InvalidArgument("input: it is not a string or a list of items")
     messages: list[dict[str, Any]] = []
     instructions = bodies.checked(body, "instructions", str, "")
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items):
         if type(item) is not dict:
-            raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is no item")
+            raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is not an object")
         if item.get("type") == "item_reference":
             item = _stored_item(index, item.get("id"))
         _add(messages, item, f"input[{index}]")
@@ -188,7 +188,7 @@ def _content(given: Any, position: str) -> Any:
         elif kind in _TEXTS:
             texts.append(part.get("text", ""))
         else:
-            raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a text")
+            raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a string")
     return "\n".join(texts)
 
 
@@ -211,8 +211,8 @@ def _stored_item(index: int, name: Any) -> dict[str, Any]:
     found = _recent_items.get(name) if type(name) is str else None
     if found is None:
         raise InvalidArgument(
-            f"input[{index}]: item {clip(repr(name))} is not stored; the input has to contain the "
-            "item itself (clients do so with store: false)"
+            f"input[{index}]: item {clip(repr(name))} is not stored; the input must contain the "
+            "item itself (clients send it with store: false)"
         )
     return found
 

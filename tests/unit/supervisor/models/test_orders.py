@@ -16,7 +16,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instance_processes, instances
 from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
-from shmserve.supervisor.models.manager import ModelManager, Publications
+from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.reload import RepositoryPoller
@@ -103,7 +103,8 @@ class Server(Processes):
         self.repository: Repository = planner
         self.publications = Publications()
         parts = (self.context, planner, self.registry)
-        self.models = ModelManager(*parts, self.publications, MagicMock())
+        executor = LifecycleExecutor(*parts, self.publications, MagicMock())
+        self.models = ModelManager(executor)
         self.poller = RepositoryPoller(*parts, self.models)
 
     def broadcast(self, message: Any, *roles: str) -> None:

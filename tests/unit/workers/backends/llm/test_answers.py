@@ -407,11 +407,14 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     ("given", "message"),
     [
         ({"text_input": "a", "temperature": -1}, "temperature: -1 is not a number from 0.0"),
-        ({}, "the prompt is one of text_input, input_ids, messages: none is given"),
-        ({"text_input": "a", "input_ids": [1]}, "text_input and input_ids is given"),
+        ({}, "exactly one of text_input, input_ids, messages is required, got none"),
+        ({"text_input": "a", "input_ids": [1]}, "is required, got text_input and input_ids"),
         ({"text_input": ""}, "text_input: the prompt is empty"),
         ({"input_ids": [1, 320]}, "input_ids: 320 is not a token; allowed are 0 to 319"),
-        ({"input_ids": [1] * 512}, "context: 512 tokens and one more are above 512"),
+        (
+            {"input_ids": [1] * 512},
+            "context: 512 tokens and one generated token exceed the limit of 512",
+        ),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
@@ -422,11 +425,11 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
             {"text_input": "a", "structured_outputs": {"grammar": "root ::= ("}},
             "structured_outputs: cannot be compiled",
         ),
-        ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it allows no text"),
+        ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it matches no text"),
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
-        ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes are above"),
-        ({"text_input": "a " * 20_000}, "tokens and one more are above 512"),
+        ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes exceed the limit of"),
+        ({"text_input": "a " * 20_000}, "tokens and one generated token exceed the limit of 512"),
     ],
 )
 def test_what_is_wrong_ends_the_request_and_nothing_else(
@@ -606,7 +609,7 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:
     """A text up to the stop string that is complete first, and the stop string."""
     for end in range(1, len(text) + 1):
-        for stop in sorted(stops, key=len, reverse=True):
+        for stop in stops:
             if text[:end].endswith(stop):
                 return text[: end if included else end - len(stop)], stop
     return text, ""
