@@ -60,7 +60,7 @@ class Installation:
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
-    version: int = 0  # of systemd; 0: unknown
+    version: int = 0  # the version of systemd; 0: unknown
 
     @property
     def units(self) -> Path:
@@ -90,7 +90,7 @@ SYSUSERS = Path("/etc/sysusers.d/shmserve.conf")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An installed file.
+    """A file that `install` writes.
 
     Attributes:
         path: Its path.
@@ -208,7 +208,7 @@ def quoted(word: str) -> str:
 
 
 def stamped(body: str, own: bool) -> str:
-    """Return a file's text: `body` after a line with its origin and its hash, to detect changes."""
+    """Return `body` after a line with the file's origin and a hash, by which edits are detected."""
     digest = hashlib.sha256(body.encode()).hexdigest()
     advice = "edit it as needed" if own else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
@@ -239,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command.
+    """Install, show or remove the units, as the verb on the command line requires.
 
     Returns:
         The exit status; 1 if a modified file was left in place.
@@ -270,7 +270,7 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
     installation = Installation((), home)
-    if arguments.verb == "remove":  # must succeed even if the installation is broken
+    if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
         program=_program(arguments),
@@ -319,7 +319,7 @@ def _below(root: Path, path: Path) -> Path:
 
 
 class _Change:
-    """A change of a host's files, with its report."""
+    """The installation or removal of files on a host, and the lines printed about it."""
 
     def __init__(self, host: Installation, root: Path, arguments: argparse.Namespace) -> None:
         self._host = host
@@ -368,7 +368,7 @@ class _Change:
             self._write(path, file.text)
 
     def _report(self, done: str, what: str) -> None:
-        """Print a change; with --dry-run, what it would be."""
+        """Print what was done; with --dry-run, what would be done."""
         verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[done]
         print(f"{f'would {verb}' if self._dry else done:<10} {what}", flush=True)
 

@@ -28,7 +28,7 @@ from shmserve.ipc.tensors.signature import Signature
 
 _FOLDER = "/dev/shm/"
 Shape = tuple[int, ...]
-Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
+Specs = Mapping[str, tuple[Sequence[int], str]]  # shape and datatype of tensors by name
 
 
 class Region(Mapping[str, Any]):
@@ -76,7 +76,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(byte_size, alone=True)
         else:
             self._block = block = memories.add(make(byte_size))
-        assert not block.offset  # the block is a whole segment
+        assert not block.offset  # the block of a region is a whole segment
         self._start = offset
         self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.part_with, block))
@@ -254,7 +254,7 @@ def _descriptor(source: Any) -> int:
 
 
 def _received(shared: Any, specs: Specs, start: int, pin: bool) -> Region:
-    """Return a region that was sent by another process. No server uses it before it is attached."""
+    """Return a region that another process has sent. Servers use it after it is attached."""
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, shared.detach(), pin), start)
 
