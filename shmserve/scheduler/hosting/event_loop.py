@@ -66,7 +66,7 @@ class Waiter:
             else:
                 if left_ns > _LONGEST_WAIT_NS:
                     left_ns = _LONGEST_WAIT_NS
-                # Rather early than late: the caller then waits for the rest.
+                # The timeout is rounded down; the caller then waits for the rest.
                 ready = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         if len(ready) > 1:

@@ -33,13 +33,12 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import Cancelled, InvalidArgument, suggestion
+from shmserve.ipc.class_source import USUAL_CLASS, source_positions
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
     MAX_STREAMS,
-    USUAL_CLASS,
     ModelSpec,
     TensorSpec,
-    source_positions,
 )
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
