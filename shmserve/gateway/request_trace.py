@@ -63,7 +63,7 @@ class RequestTrace:
         self.responded_ns = time.monotonic_ns()
         if isinstance(message, Failed | Responded) and message.code:
             self.error = message.message
-        if not isinstance(message, Failed) and message.spans:
+        if message.spans:
             self.read_spans(message.spans)
 
     def read_spans(self, spans: bytes) -> None:

@@ -184,6 +184,8 @@ class Executor:
                         if copies:
                             for item in request.inputs.values():
                                 self._context.copied.inputs += item.detach()
+                        if opened.work.trace and not self._decoupled:
+                            self._writer.scatterer.trace(request, request.inputs.values())
                         part.append(opened)
                         made.append(request)
                         continue

@@ -251,6 +251,7 @@ class ResponseStream:
             if self._closed or self._sent:
                 self.fail(error)
                 return None
+            self._trace_inputs()
             self._end()
             return Reply(self._open.key, error.code, error.message)
 
@@ -298,6 +299,7 @@ class ResponseStream:
         code = message = ""
         packed: Packed = (b"", [])
         copied_before = copied.outputs
+        self._trace_inputs()
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
         elif response is not None:
@@ -342,6 +344,11 @@ class ResponseStream:
             self._open.window.sent(byte_size_of(packed[1]))
         if final:
             self._end()
+
+    def _trace_inputs(self) -> None:
+        """Record the inputs before the first response, if the request is traced."""
+        if self.request.work.trace and not self._sent:
+            self._writer.scatterer.trace(self.request, self.request.inputs.values())
 
     def explain(self, error: BaseException) -> ShmserveError:
         """Return the error for the client, given an exception of the model or of a write."""

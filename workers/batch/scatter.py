@@ -15,6 +15,7 @@ each output are derived from the first response of the kind.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +36,8 @@ from shmserve.workers.memory.outputs import Copier
 logger = logging.getLogger(__name__)
 
 
-MOST_TRACED = 1 << 20  # maximum number of characters of the traced tensors of an execution
-_MOST_KNOWN = 64  # maximum number of kinds of responses to requests with equal schemas
+MOST_TRACED = 1 << 26  # characters of the traced tensors of an execution
+_MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
 
 # Copying a smaller array takes less time than checking whether it is at its destination already.
 _WORTH_A_LOOK = 16 * 1024
@@ -116,7 +117,7 @@ class Scatterer:
             ShmserveError: An output does not fit the model or its range, or memory is full.
         """
         if request.work.trace:
-            self._trace(request, response)
+            self.trace(request, response.outputs)
         if response.parameters or request.aliased:
             return self._write_new(request, response, None)
         memory_ranges, inputs = request.memory_ranges, request.inputs
@@ -152,15 +153,14 @@ class Scatterer:
             made += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
         return schema, made
 
-    def _trace(self, request: Request, response: Response) -> None:
-        """Record the tensors of a request, if its trace asks for them; long ones without data."""
+    def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
+        """Record tensors of a request, if its trace asks for them; long ones without data."""
         context = TraceContext.of(request.work.trace)
         if not context.tensors:
             return
         spans = self._context.spans
         budget = MOST_TRACED - sum(map(len, spans))
-        given: list[Input | Output] = [*request.inputs.values(), *response.outputs]
-        for each in given:
+        for each in tensors:
             output = each if isinstance(each, Output) else _as_output(each)
             text = (
                 as_text(each.datatype, _host_array(output)) if output.data.nbytes < budget else ""

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from shmserve.workers.backends.llm.model.attention import make_attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import KvCache, Pass, make_attention
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
 _LEAST_ROWS = 2

@@ -24,8 +24,7 @@ import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.attention import Attend, Attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import Attend, Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 
 FEWEST_ROWS = 4
