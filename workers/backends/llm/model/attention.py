@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
-_GRAIN = 16  # keys
-_MOST_ROWS = 16  # of a sequence: rows that verify proposed tokens
+_GRAIN = 16  # widths are multiples of this number of keys
+_MOST_ROWS = 16  # maximum rows of a sequence that are lone: rows that verify proposed tokens
 
 
 class KvCache:
@@ -189,7 +189,7 @@ class Pass:
 
 
 class LoneRow(NamedTuple):
-    """A row of a pass, at index `row_index`, that is computed alone.
+    """A row of a pass, at index `row_index`, whose attention is computed row by row.
 
     Attributes:
         length: The number of tokens of the sequence that the row sees.
@@ -217,7 +217,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
 
 
 class Seen(NamedTuple):
-    """The keys that lone rows see, at indices `row_indices` of a pass.
+    """The keys that the lone rows of a pass see, at indices `row_indices`.
 
     Attributes:
         pattern: A CSR matrix [rows * heads of queries, keys and values, KV heads * slots], with 0
@@ -285,7 +285,7 @@ class Seen(NamedTuple):
 
 
 def _row_ends(counts: np.ndarray) -> torch.Tensor:
-    """Return 0 and the running sums, int32."""
+    """Return the running sums of `counts`, preceded by 0, as int32."""
     ends = np.zeros(counts.size + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
     return torch.from_numpy(ends)
@@ -310,7 +310,7 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16
-_MOST_OF_RUN = 4 * CHUNK  # rows, on CPUs
+_MOST_OF_RUN = 4 * CHUNK  # maximum rows of a run on CPUs
 
 
 class Run(NamedTuple):
@@ -347,9 +347,9 @@ class Run(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """Return the number of rows that compute `count` rows of a prompt: a multiple of CHUNK.
+    """Return the number of rows to compute for `count` rows of a prompt: a multiple of CHUNK.
 
-    Each row then has the same bits if its prompt is split at multiples of CHUNK.
+    Each row then has the same bits wherever its prompt is split at multiples of CHUNK.
     """
     return count + -count % CHUNK
 
@@ -479,7 +479,7 @@ class PagedAttention(Attention):
 
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the rows with the last one repeated.
+    """Return the rows extended to `rows` rows by repeating the last one.
 
     Padding rows write to the slot of the last row.
     """
@@ -488,7 +488,7 @@ def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:
-    """Return 0 and the running sums, int32."""
+    """Return the running sums of `counts`, preceded by 0, as int32 on a device."""
     return torch.tensor([0, *np.cumsum(list(counts))], dtype=torch.int32, device=device)
 
 
@@ -505,9 +505,9 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     ways = best(tried), Attention(tried)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sparse tensors are in beta state
+            warnings.simplefilter("ignore")  # torch warns that sparse tensors are in beta state
             found, expected = (way.for_rows(rows)(given, 0) for way in ways)
         works = torch.allclose(found, expected, atol=1e-4)
-    except Exception:  # this torch or device has no such kernel
+    except Exception:  # this version of torch or this device has no such kernel
         works = False
     return best(cache) if works else Attention(cache)
