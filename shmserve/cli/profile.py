@@ -49,18 +49,22 @@ class Profile(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="[10]")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="N", help="seconds to observe the model [10]"
+    )
     parser.add_argument(
         "--metrics-url",
         default="http://127.0.0.1:8002/metrics",
         metavar="URL",
-        help="the server's metrics [http://127.0.0.1:8002/metrics]",
+        help="the address of the server's metrics [http://127.0.0.1:8002/metrics]",
     )
-    parser.add_argument("--token", default="", help="for a server whose metrics need one")
+    parser.add_argument(
+        "--token", default="", help="the token, if the server's metrics require one"
+    )
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="also draw a chart into this file (.png or .svg; needs matplotlib)",
+        help="also draw a chart to this file (.png or .svg; requires matplotlib)",
     )
 
 

@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-url",
         default="http://127.0.0.1:8002",
         metavar="URL",
-        help="where the server's metrics are [http://127.0.0.1:8002]",
+        help="the address of the server's metrics [http://127.0.0.1:8002]",
     )
     parser.add_argument(
-        "--token-file", metavar="FILE", help="its first word is sent as the bearer token"
+        "--token-file", metavar="FILE", help="send the first word of this file as the bearer token"
     )
     parser.add_argument("--once", action="store_true", help="print the figures once, and exit")
 
