@@ -87,7 +87,7 @@ def search(words: str) -> str:
         for word, one in zip(wanted, singular, strict=True)
     ]
     whole = [re.compile(rf"(?<![a-z]){one}s?(?![a-z])") for one in singular]
-    found: list[tuple[tuple[int, bool, bool, int], str]] = []
+    found: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
     for topic, text in _pages().items():
         rank = 2 if topic in _LAST else topic in _GENERATED
         for section in _sections(text()):
@@ -99,7 +99,8 @@ def search(words: str) -> str:
             lines = [line for line in section.splitlines() if starts[0].search(line.lower())]
             shown = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
             phrase = words.lower() in section.lower()
-            order = (rank, not in_title, not phrase, -sum(matches))
+            is_page = topic == words.lower() and section.startswith("# ")
+            order = (rank, not in_title, not is_page, not phrase, -sum(matches))
             found.append((order, "\n".join(shown)))
     if not found:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")

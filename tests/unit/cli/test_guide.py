@@ -80,6 +80,7 @@ FINDS = {
     **dict.fromkeys(("tracing", "logs"), "observability"),
     **dict.fromkeys(("embeddings", "reasoning"), "generation"),
     **dict.fromkeys(("authentication", "DNS rebinding"), "security"),
+    "GPU": "gpu",
     "slow": "debug",
     "video": "camera",
     "benchmark": "measurements",
