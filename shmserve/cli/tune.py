@@ -30,9 +30,6 @@ _MOST_WINDOWS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument(
-        "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
-    )
     add_flags(parser, "tune")
     add_flags(parser, "perf", "what is sent")
     add_flags(parser, "server")
