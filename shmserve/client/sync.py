@@ -210,7 +210,8 @@ class Server:
 
         Args:
             tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. A datatype is
-                "FP32", "INT64" and so on; BYTES is not possible.
+                "FP32", "INT64" and so on, or a type of numpy such as `numpy.float32` or "float32".
+                BYTES is not possible.
             device: "cpu", or "cuda:0" for the server's device 0, which must have the same number
                 in this process.
             pin: Whether workers on CUDA devices pin the host memory, for faster copies.

@@ -314,7 +314,9 @@ class EnsembleRequests:
             case EnsembleState.RUNNING:
                 self._succeed(request, now_ns)
             case EnsembleState.FAILED:
-                request.client.post(request.failure)
+                assert request.failure is not None
+                spans = self._spans(request, now_ns) if request.submit.trace else b""
+                request.client.post(replace(request.failure, spans=spans))
             case EnsembleState.REPORTED:
                 request.client.post(Settled(request.submit.id))
         del request.client.requests[request.submit.id]
@@ -339,16 +341,17 @@ class EnsembleRequests:
             _release(response.values())
             self._store(request, packed, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
-        spans = b""
-        if submit.trace:
-            steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
-            times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
-            spans = spans_of(self._statistics, submit, *times)
+        spans = self._spans(request, now_ns) if submit.trace else b""
         if self._decoupled:
             last = Responded(submit.id, "", "", *packed, True, *times_ns, spans)
             request.client.post(last)
         else:
             request.client.post(Finished(submit.id, *packed, *times_ns, spans))
+
+    def _spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
+        steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
+        times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
+        return spans_of(self._statistics, request.submit, *times)
 
     def _warn(self, absent: set[str]) -> None:
         for tensor in absent - self._warned:

@@ -274,7 +274,7 @@ class LocalTraces:
         found = self.open.pop((peer, message.id), None)
         if found is not None:
             error = "" if type(message) is Finished or not message.code else message.message
-            self._report_trace(*found, b"" if type(message) is Failed else message.spans, error)
+            self._report_trace(*found, message.spans, error)
 
     def _report_trace(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()

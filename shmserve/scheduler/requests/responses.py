@@ -132,7 +132,7 @@ class Responses:
                 return
         if code or timing is None:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
-            self.fail(request, code, text, reason, now_ns)
+            self.fail(request, code, text, reason, now_ns, timing=timing)
             return
         if lookup is not None and lookup.hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
@@ -176,11 +176,13 @@ class Responses:
         reason: Reason,
         now_ns: int,
         early: bool = False,
+        timing: Timing | None = None,
     ) -> None:
         """End a request with an error now. `early`: a worker still has it, and `close` follows."""
         self._statistics.failed(request.arrived_ns, reason, now_ns)
         request.meet(Event.FAIL_EARLY if early else Event.FINISH)
-        request.client.post(Failed(request.id, code, message, 0, early))
+        spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
+        request.client.post(Failed(request.id, code, message, 0, early, spans))
         if not early:
             self._drop_held(request)
             self._remove(request)

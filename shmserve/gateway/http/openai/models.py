@@ -61,7 +61,7 @@ class Embedder(NamedTuple):
     text: str
     vector: str
     dims: tuple[int, ...]
-    most: int  # texts in a request; 0: one text, without a batch dimension
+    most: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
 
 def embeds(model: GatewayModel) -> Embedder | None:
@@ -102,7 +102,7 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    # Unknown, since the worker does not report them.
+    # The numbers are unknown, since the worker does not report them.
     usage = {"prompt_tokens": 0, "total_tokens": 0}
     name = response_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
