@@ -48,16 +48,6 @@ class Verb(NamedTuple):
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="the name of the model")
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        required=True,
-        metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, string or list, @FILE.npy, or @FILE: the bytes "
-        "of the file for a BYTES or UINT8 input, or the pixels of an image for UINT8 with height "
-        "and width. A value without the batch dimension is sent as a batch of one",
-    )
     add_flags(parser, "infer")
 
 
@@ -87,7 +77,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
 
 
 def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
-    """Call the operation of a verb, and return the objects to print."""
+    """Call the transport's operation for a verb, and return the objects to print."""
     given = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
     answer = getattr(server, name)(*given)
     if name == "ready":

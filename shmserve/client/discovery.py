@@ -76,7 +76,7 @@ def _is_locked(run_dir: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # locked, or not readable
+    except OSError:  # the directory is locked, or not readable
         return True
     return False
 

@@ -231,7 +231,7 @@ class _Process:
             case m.LoadsFailed():
                 gateway.failures = message
             case ProcessExited(process=pid):
-                # Received responses of the process may be unread, and lie in its memory.
+                # Unread responses of the process may refer to its memory, so it is unmapped later.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):

@@ -30,7 +30,7 @@ class Tls:
         Raises:
             InvalidArgument: A file cannot be read or is invalid; the message names the flag.
         """
-        import ssl  # imported only if TLS is used
+        import ssl  # imported late, because only TLS needs it
 
         check_file("grpc-server-cert", self.server_cert)
         check_file("grpc-server-key", self.server_key)

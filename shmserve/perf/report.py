@@ -89,7 +89,7 @@ def _servers(points: Sequence[Point]) -> Iterator[str]:
 
 
 def notes(point: Point) -> list[str]:
-    """Return the reasons to doubt a point's figures."""
+    """Return warnings about a point's figures: errors, windows that differ, a busy client."""
     found = []
     if point.interrupted:
         found.append(f"interrupted after {point.seconds:.1f} s of measurement")
@@ -171,7 +171,7 @@ def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:
 
 
 class Line(NamedTuple):
-    """A series of points with a label each, joined by a line or not."""
+    """A series of labelled points in a chart, joined by a line or not."""
 
     name: str
     points: list[tuple[float, float]]

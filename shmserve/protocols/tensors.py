@@ -1,4 +1,4 @@
-"""Conversion of tensors for the shell's client: command-line values and the bytes of outputs."""
+"""Conversion between command-line values and tensors, for `shmserve client`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
 
-_MOST_DIMENSIONS = 32  # of numpy's arrays
+_MOST_DIMENSIONS = 32  # numpy's maximum number of dimensions
 
 # The required type of JSON elements of a datatype, and its name in messages.
 _INTEGER = (int, "integers")
@@ -54,9 +54,10 @@ def split_input(text: str) -> tuple[str, str]:
 
 
 def load(name: str, text: str) -> Any:
-    """Return the value of a text: JSON, or a file named after @. Raises InvalidArgument.
+    """Return the value of a command-line text: JSON, or the content of a file named after @.
 
-    A .npy file is read as an array, and any other file as its bytes (see `encode`).
+    A .npy file is read as an array, and any other file as its bytes (see `encode`). Raises
+    InvalidArgument.
     """
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
@@ -75,7 +76,7 @@ def _load_array(name: str, path: Path) -> _Array:
             if path.suffix not in (".npy", ".npz"):
                 return np.array(file.read(), np.object_)
             array = np.load(file, allow_pickle=False)
-    except Exception as error:  # any exception of numpy for an invalid file
+    except Exception as error:  # numpy may raise any exception for an invalid file
         raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(
@@ -138,7 +139,7 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
     kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
     elements: list[Any] = []
     for element in _leaves(tensor, value, shape):
-        # To Python, true is an integer too.
+        # In Python, True is an integer, too.
         if not isinstance(element, kind) or (isinstance(element, bool) and kind is not bool):
             raise InvalidArgument(
                 f"input '{tensor.name}' is {tensor.datatype}: its elements are {called}, not "
@@ -234,7 +235,7 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
         if array.dtype.kind in "SUO":
             return array
     elif floating and array.dtype.kind == "f":
-        # Less precise is what the model takes; every other conversion must keep the values.
+        # The model's datatype may have less precision; every other conversion must keep the values.
         with np.errstate(over="ignore"):
             if tensor.datatype == "BF16":
                 return to_bf16(array.astype(np.float32))

@@ -74,7 +74,7 @@ class Result(Mapping[str, Any]):
 
 
 class _Released(dict[str, Any]):
-    """The outputs of a result that was released."""
+    """The outputs of a released result; every access raises Released."""
 
     def __missing__(self, name: str) -> Any:
         raise Released("this result was released")

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_VIEWERS = 32  # limited because scrapes share the listener
 _EVERY_S = 1.0
-_COST = 10  # A snapshot takes at most 1/10 of the time.
+_COST = 10  # taking snapshots may use at most 1/10 of the time
 _LONGEST_S = 5.0
 _PROCESSES_EVERY = 5  # Processes are read with every fifth snapshot, since /proc is slow.
 _STATE_S = 1.0

@@ -52,7 +52,7 @@ _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     MAX_INSTANCES: _INSTANCES,
 }
 _OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
-_MOST_ELEMENTS = 1 << 28  # in a row of a bucket
+_MOST_ELEMENTS = 1 << 28  # maximum number of elements in a row of a padding bucket
 _LONGEST_SHOWN = 64
 # The largest finite value of each floating-point datatype.
 _LARGEST: dict[int, float] = {

@@ -53,7 +53,10 @@ class Pending(Protocol):
 
 @record
 class Batch:
-    """A decision to run the first `count` requests of the queue now."""
+    """A decision to run the first `count` requests of the queue now.
+
+    `closed` is the reason why the batch takes no further request.
+    """
 
     count: int
     reason: Closed
@@ -68,7 +71,7 @@ class WaitUntil:
 
 
 class Batcher:
-    """A batcher; this one runs one request at a time, in order, without waiting.
+    """A batcher; this base class runs one request at a time, in order, without waiting.
 
     A batcher that `learns` is notified of arrivals and executions.
     """
@@ -95,7 +98,12 @@ class Batcher:
         """Stop waiting: no further request is expected."""
 
     def arrived(self, now_ns: int, in_flight: int) -> None:
-        """Record an arrival; `in_flight` requests are not done now."""
+        """Record the arrival of a request.
+
+        Args:
+            now_ns: The time.
+            in_flight: The number of requests that are not completed.
+        """
 
     def returned(
         self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
@@ -115,7 +123,7 @@ _ONE = Batch(1, Closed.IDLE)
 
 
 class DynamicBatcher(Batcher):
-    """A batcher with the rules above."""
+    """A batcher with the rules of this module's docstring."""
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules

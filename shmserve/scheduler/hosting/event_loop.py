@@ -22,11 +22,11 @@ _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
 Ready = list[tuple[int, int]]
-Handler = Callable[[Any, Any], None]  # arguments: the sender's address, its message
+Handler = Callable[[Any, Any], None]  # the arguments are the sender's address and its message
 
 
 class Waiter:
-    """A wait for readable descriptors: asleep, or awake where busy polling pays.
+    """A wait for readable descriptors: asleep in the kernel, or awake if busy polling pays.
 
     `takers` are the handlers by descriptor.
     """
@@ -66,7 +66,7 @@ class Waiter:
             else:
                 if left_ns > _LONGEST_WAIT_NS:
                     left_ns = _LONGEST_WAIT_NS
-                # Rather early than late: the caller then waits for the rest.
+                # The timeout is rounded down; the caller then waits for the rest.
                 ready = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         if len(ready) > 1:
@@ -105,7 +105,7 @@ class InProcessLinks:
         self.posted: list[tuple[Handler, Any, Any]] = []
 
     def enter(self, address: Hashable, handler: Handler) -> None:
-        """Register the handler of an address."""
+        """Register the message handler of an address."""
         self._handlers[address] = handler
 
     def remove(self, address: Hashable) -> None:

@@ -87,8 +87,9 @@ from shmserve.scheduler.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_PARTING_S = 0.3  # for the delivery of the last responses
-_MOST_READS = 1024  # before a drain, because a client may never stop sending
+_PARTING_S = 0.3  # time for the delivery of the last responses
+# Maximum number of frames read before a drain, because a client may never stop sending.
+_MOST_READS = 1024
 
 
 # The links whose `pending` messages are sent by `flush` at the end of a turn.
@@ -170,7 +171,7 @@ class HostedScheduler(ABC):
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """Create the parts of this kind."""
+        """Create the core, inboxes and outboxes of this kind of scheduler."""
 
     # --- in
 
@@ -262,7 +263,7 @@ class HostedScheduler(ABC):
             logger.error("inference of model '%s' failed: %s", *args, extra=extra)
 
     def close(self) -> None:
-        """Close every link, after a moment for the last messages."""
+        """Close every link; its last messages have a moment to be delivered."""
         self._neighbours.remove(self.endpoint)
         for fd in self._inboxes:
             self._waiter.unwatch(fd)
@@ -375,7 +376,8 @@ class Host:
         self._waiter = Waiter()
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
-        self._touched: dict[HostedScheduler, None] = {}  # in the order of their next turns
+        # Schedulers with received messages, in the order of their next turns.
+        self._touched: dict[HostedScheduler, None] = {}
         self._stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
@@ -401,15 +403,15 @@ class Host:
             self._control.close()
 
     def _turn(self, wake_ns: int) -> None:
-        """Do what is due and send the resulting messages.
+        """Run the turns that are due and send the resulting messages.
 
-        A scheduler asked for a turn at `wake_ns`.
+        `wake_ns` is the earliest turn that a scheduler has asked for (monotonic ns).
         """
         touched, neighbours = self._touched, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
-        turned: list[HostedScheduler] = []  # may repeat
+        turned: list[HostedScheduler] = []  # a scheduler may occur twice
         while touched:
             schedulers = list(touched)
             touched.clear()

@@ -25,13 +25,11 @@ from shmserve.common.names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
+from shmserve.ipc.class_source import USUAL_CLASS, class_attribute, served_class
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
-    USUAL_CLASS,
     ModelSpec,
-    class_attribute,
-    served_class,
 )
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem

@@ -27,15 +27,15 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, take
 
-_UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
+_UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
-LONG = 1 << 12  # characters that are tokenized in less than 10 ms
+LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 _CHARACTERS_A_TOKEN = 16
-_MOST_CUT = 64  # tokens that may differ where a text is cut
+_MOST_CUT = 64  # number of tokens that may differ where a text is cut
 _BYTES_A_CHARACTER = 4
 _NICE = 10
-_LEAST_LIMIT = 1 << 20  # bytes
+_LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`
 
 
 def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class PromptReader:
     """A reader of requests for one model; safe to use in any thread.
 
     Attributes:
-        most_bytes: No prompt of more bytes fits the model.
+        most_bytes: The size of a prompt in bytes above which no prompt fits the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
@@ -236,7 +236,7 @@ class PromptReader:
     def _prompt_text(
         self, given: Mapping[str, Any], parameters: GenerationParameters, scores: bool
     ) -> PromptText:
-        """Return the prompt; `scores`: the offsets of its tokens are wanted."""
+        """Return the prompt; with `scores`, include the offsets of its tokens."""
         named = [name for name in _INPUTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
@@ -338,7 +338,8 @@ def merged_parameters(request: Request, given: Mapping[str, Any]) -> tuple[dict[
         if name in given:
             found[name] = given[name]
     if "messages" in given:
-        found.setdefault("add_special_tokens", False)  # the template writes them
+        # A chat template writes the special tokens itself.
+        found.setdefault("add_special_tokens", False)
     echoes = found.get("echo") in (True, "true")
     if found.get("exclude_input_in_output") is not None:
         echoes = False

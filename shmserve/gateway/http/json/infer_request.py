@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
 
-_MOST_DIMS = 1024  # dimensions of one input
+_MOST_DIMS = 1024  # maximum number of dimensions of an input
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -102,7 +102,8 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         outputs = member_array(header, "outputs")
         check_number(outputs, "outputs")
         request.outputs = [_output(raw) for raw in outputs]
-    for holder in (header, *inputs[:1], *outputs[:1]):  # clients write all inputs alike
+    # The first input and output are enough, because clients write all of them alike.
+    for holder in (header, *inputs[:1], *outputs[:1]):
         _warn_of_misspelt(holder)
     return request
 
@@ -137,7 +138,7 @@ def tensor_bytes(tensor: InferInput) -> bytes:
     """
     data = tensor.data
     if type(data) is bytes:
-        return data  # a large array, which was decoded earlier
+        return data  # a large array was decoded earlier
     if not tensor.count:
         return b""
     if type(data) is not list:
@@ -242,7 +243,7 @@ def _classes(value: Any) -> int:
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
         )
-    return value & 0xFFFF_FFFF  # as in Triton; 0 means no classification
+    return value & 0xFFFF_FFFF  # the lower 32 bits, as in Triton; 0 means no classification
 
 
 def _take_parameters(request: InferRequest, raw: Any) -> None:
@@ -302,6 +303,6 @@ def parameter_value(key: str, value: Any) -> str | int | float | bool:
             f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
         )
     if type(value) is int and value > LARGEST:
-        return float(value)  # beyond int64
+        return float(value)  # integers beyond int64 become floats
     checked: str | int | float | bool = value
     return checked

@@ -111,17 +111,18 @@ def response_name(gateway: Gateway, model: str) -> str:
 MESSAGE = "message"
 
 _OUTPUTS = (TEXT, "finish_reason", "usage")
-_STOP_REASON = "stop_reason"  # which models of other backends may lack
+_STOP_REASON = "stop_reason"  # models of other backends may lack this output
 _MOST_PROMPTS = 1024
-_UNLIMITED = 1 << 24  # tokens, which is the maximum of models
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first one counts
+_UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
+# Alternative names of the limit; the first that is present counts.
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens; with `continuous`, its chunks have those
-    of their samples, too. `details` are further outputs.
+    With `usage`, a stream ends with the numbers of tokens. With `continuous`, each chunk contains
+    its sample's number of tokens so far. `details` are further outputs.
     """
 
     model: GatewayModel
@@ -172,7 +173,7 @@ def returns_tokens(parameters: dict[str, Any]) -> bool:
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
-    count = parameters.get("logprobs")  # 0 asks for them, too
+    count = parameters.get("logprobs")  # a `logprobs` of 0 also requests the log probabilities
     return count is not None and count is not False
 
 
@@ -301,7 +302,7 @@ def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
 
 
 async def generating(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
-    """Return the model that a body names, or the default; it generates text.
+    """Return the text-generating model that a body names, or the default.
 
     Raises:
         ShmserveError: As by `model_of`.
@@ -347,7 +348,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
-    """Raise InvalidArgument if a model never takes so many prompts at a time."""
+    """Raise InvalidArgument if a model can never process so many prompts at a time."""
     config = orjson.loads(model.config)
     engine = config.get("parameters", {}).get(PARAMETER)
     if engine is None:
@@ -386,13 +387,13 @@ _SOURCES = {"text_input": "prompt", "input_ids": "prompt"}
 
 
 class TooManyRequests(QueueFull):
-    """An error about a full queue, with the status that OpenAI's API has for it."""
+    """The error for a full queue, with the status that OpenAI's API defines for it."""
 
     status = 429
 
 
 class RequestTooLarge(InvalidArgument):
-    """An error about a body that is too large, with the status that OpenAI's API has for it."""
+    """The error for a body that is too large, with the status that OpenAI's API defines for it."""
 
     status = 413
 

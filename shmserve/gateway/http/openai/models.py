@@ -61,7 +61,7 @@ class Embedder(NamedTuple):
     text: str
     vector: str
     dims: tuple[int, ...]
-    most: int  # texts in a request; 0: one text, without a batch dimension
+    most: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
 
 def embeds(model: GatewayModel) -> Embedder | None:
@@ -102,7 +102,7 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    # Unknown, since the worker does not report them.
+    # The numbers are unknown, since the worker does not report them.
     usage = {"prompt_tokens": 0, "total_tokens": 0}
     name = response_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
@@ -209,7 +209,8 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
     outputs = ("token_ids", TEXT) if with_texts else ("token_ids",)
-    found = await _converted(gateway, request, model, prompt, parameters, outputs)
+    _check_converts(model)
+    found = await _infer(gateway, request, model, prompt, outputs, parameters)
     # A million tokens are encoded without a Python list.
     tokens = orjson.dumps(found["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
@@ -239,27 +240,16 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     if min(tokens) < 0 or max(tokens) > _MOST_TOKEN:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     ids = bodies.tensor("input_ids", "INT32", tokens)
-    found = await _converted(gateway, request, model, ids, {"task": "detokenize"}, (TEXT,))
+    _check_converts(model)
+    found = await _infer(gateway, request, model, ids, (TEXT,), {"task": "detokenize"})
     return json_response({"prompt": found[TEXT].ravel()[0].decode()})
 
 
-async def _converted(
-    gateway: Gateway,
-    request: HttpRequest,
-    model: GatewayModel,
-    infer_input: InferInput,
-    parameters: dict[str, Any],
-    outputs: tuple[str, ...],
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the outputs of the model's worker, which has the tokenizer.
-
-    Raises:
-        ShmserveError: The model's error, or its backend converts no texts.
-    """
+def _check_converts(model: GatewayModel) -> None:
+    """Raise Unsupported if the model's worker, which has the tokenizer, converts no texts."""
     if not model.converts:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
-    return await _infer(gateway, request, model, infer_input, outputs, parameters)
 
 
 async def _infer(

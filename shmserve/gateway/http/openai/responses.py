@@ -29,7 +29,7 @@ _CHAT_MEMBERS = {
     **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
     "max_output_tokens": "max_completion_tokens",
 }
-# Members whose values other than these are refused.
+# The permitted values of members that are otherwise refused.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -82,7 +82,7 @@ async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of the chat that a request means.
+    """Return the chat body that is equivalent to a request of the Responses API.
 
     Raises:
         InvalidArgument: A member is wrong, or not supported.
@@ -197,7 +197,7 @@ def _content(given: Any, position: str) -> Any:
 # The items of recent responses by their ids.
 _recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MOST_RECENT = 1024
-_LONGEST_RECENT = 1 << 16  # characters
+_LONGEST_RECENT = 1 << 16  # maximum total size of recent items in characters
 
 
 def _store_item(item: dict[str, Any], text: str) -> None:
@@ -229,7 +229,7 @@ class ResponseObject:
     _calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _reason: str = ""
-    _count: int = 0  # number of events
+    _count: int = 0  # number of events sent
 
     def __post_init__(self) -> None:
         self._id = f"resp_{secrets.token_hex(24)}"
