@@ -25,7 +25,8 @@ from shmserve.workers.user_code import in_words
 class Stopwatch:
     """The timestamps within an execution that only a backend can take.
 
-    A timestamp of 0 is not taken, and is replaced by the time before or after `execute`.
+    Timestamps are in monotonic ns. 0 means not taken; the time before or after `execute` is then
+    used instead.
     """
 
     input_end_ns: int = 0
