@@ -47,8 +47,6 @@ Bits = dict[tuple[int, int], bytes]  # by sample and number of tokens, what the 
 
 
 class Asked(NamedTuple):
-    """A request."""
-
     prompt: tuple[int, ...]
     most: int
     samples: int
@@ -84,7 +82,6 @@ class ModelWorker(GenerativeWorker):
         self.known: Any = self.engine._sequences
 
     def step(self, step: Step) -> Stepped:
-        """Execute one."""
         for begin in step.begin:
             if begin.key not in self._asked:
                 tokens = list(self.prompts[begin.key])
@@ -110,7 +107,6 @@ class ModelRig(EngineRig):
         return self.worker.engine.bits
 
     def ask(self, asked: Asked) -> Generation[None]:
-        """A request comes."""
         generation = self.submit(asked.prompt, asked.most, samples=asked.samples)
         assert generation is not None
         return generation

@@ -197,7 +197,6 @@ def server() -> Iterator[HTTPServer]:
 
 
 def run(*arguments: str) -> int:
-    """The exit status."""
     try:
         return client.run(["infer", *arguments])
     except SystemExit as exit_:

@@ -44,7 +44,6 @@ def run_dir() -> Iterator[Path]:
 async def published(
     run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, wanted: None
 ) -> AsyncIterator[EventPublisher]:
-    """An open publisher."""
     publisher = EventPublisher()
     publisher.open(endpoints.events(run_dir), on_subscription)
     try:
@@ -188,7 +187,6 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) -> EventFeed:
-    """One of these models."""
     process: Any = type("Process", (), {"pid": 7, "title": STARTED.title})()
     return EventFeed(
         publisher,

@@ -34,7 +34,6 @@ MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "model", "content":
 
 
 def token(content: str, **more: Any) -> dict[str, Any]:
-    """An added token as files have it."""
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
     return {"content": content, **dict.fromkeys(flags, False), **more}
 

@@ -62,7 +62,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
-    """Random tokens."""
     return [random.Random(seed + memory_range).randrange(3, 320) for memory_range in range(size)]
 
 

@@ -9,7 +9,6 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 
 
 def settings(**given: Any) -> GenerationParameters:
-    """These, parsed."""
     return parse(given, {}, 100)
 
 
