@@ -239,7 +239,7 @@ class DeviceView:
             array = np.asarray(values, dtype_of(self.datatype))
             array = np.ascontiguousarray(np.broadcast_to(array, self.shape))
         except (TypeError, ValueError) as error:
-            text = f"expected data of {self.datatype} {self.shape}: {error}"
+            text = f"the data cannot be converted to {self.datatype} {self.shape}: {error}"
             raise InvalidArgument(text) from error
         if array.nbytes:
             raw = array.reshape(-1).view(np.uint8).data
