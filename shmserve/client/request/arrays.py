@@ -104,9 +104,7 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
     try:
         return _from_lists(value, wanted)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument(
-            f"input '{name}' cannot be converted to a {wanted} tensor: {error}"
-        ) from error
+        raise InvalidArgument(f"input '{name}' cannot be converted to {wanted}: {error}") from error
 
 
 def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
