@@ -46,16 +46,6 @@ class Verb(NamedTuple):
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="the model to ask")
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        required=True,
-        metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE: its bytes "
-        "for a BYTES or UINT8 input, the pixels of an image for UINT8 with height and width; a "
-        "value with one dimension less than the model takes becomes a batch of one",
-    )
     add_flags(parser, "infer")
 
 
@@ -85,7 +75,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
 
 
 def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
-    """Call the operation of a verb, and return the objects to print."""
+    """Call the transport's operation for a verb, and return the objects to print."""
     given = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
     answer = getattr(server, name)(*given)
     if name == "ready":

@@ -30,9 +30,6 @@ _MOST_WINDOWS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument(
-        "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
-    )
     add_flags(parser, "tune")
     add_flags(parser, "perf", "what is sent")
     add_flags(parser, "server")
@@ -116,7 +113,10 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
 
 @contextlib.contextmanager
 def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
-    """Restore the model's configuration on exit, from its folder or by a load request."""
+    """Restore the model's configuration at the end of the block.
+
+    The configuration is read from the model's folder again, or sent in a load request.
+    """
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, TimedOut, Unavailabl
 
 
 class _Turns:
-    """A channel in an event loop, which sends all requests of one iteration together."""
+    """A request channel of an event loop, which sends the requests of an iteration together."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
@@ -79,7 +79,7 @@ class _Turns:
         """Call `close` in the loop; safe in any thread."""
         try:
             self.loop.call_soon_threadsafe(self.close)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # the event loop is closed
             self.close()
 
 
@@ -162,7 +162,7 @@ class ResponseStream:
         pending = self._pending
         if pending is None or pending.finished or pending.abandoned:
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._turns.loop.call_soon_threadsafe(self._turns.cancel, pending)
 
 
@@ -176,7 +176,8 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._turns: _Turns | None = None
-        self._former: list[_Turns] = []  # channels to a predecessor that still answers them
+        # Channels to a former server that still answers their requests.
+        self._former: list[_Turns] = []
 
     @takes(call_of)
     async def infer(self, /, *given: Any, **named: Any) -> Result:

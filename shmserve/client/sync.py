@@ -17,7 +17,7 @@ from shmserve.client.session import Session, Tensors, call_of, model_path, takes
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MOST_LINKS
 
-_MOST_CHANNELS = MOST_LINKS - 1  # one link is the connection's own
+_MOST_CHANNELS = MOST_LINKS - 1  # one of the client's links is the connection's own
 _INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 
@@ -31,7 +31,8 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
-        self._former: list[ThreadChannel] = []  # channels to a predecessor that still answers them
+        # Channels to a former server that still answers their requests.
+        self._former: list[ThreadChannel] = []
         self._lock = threading.Lock()
 
     @takes(call_of)
@@ -126,7 +127,8 @@ class Server:
         """
         waiting: deque[Any] = deque()
         waiter = self._waiting()
-        few = max(1, in_flight // 4)  # several per message, and the server always has work
+        # Collect several responses per message, so that the server always has work.
+        few = max(1, in_flight // 4)
         try:
             for given in inputs:
                 call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
@@ -208,7 +210,8 @@ class Server:
 
         Args:
             tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. A datatype is
-                "FP32", "INT64" and so on; BYTES is not possible.
+                "FP32", "INT64" and so on, or a type of numpy such as `numpy.float32` or "float32".
+                BYTES is not possible.
             device: "cpu", or "cuda:0" for the server's device 0, which must have the same number
                 in this process.
             pin: Whether workers on CUDA devices pin the host memory, for faster copies.

@@ -60,7 +60,7 @@ class NativeTransport:
         }
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """Stream the responses of one request, whether or not the model is decoupled."""
+        """Send a request as a stream, for any kind of model, and yield its responses."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
             connection = self._session.connection()
@@ -103,7 +103,7 @@ def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
 
 
 class NativeDoor:
-    """A door for a program on the server's host.
+    """A factory of lanes for a program on the server's host.
 
     Tensors are in a region on the `device` "cpu" or "cuda:0"; with "" they are copied.
     """
@@ -117,7 +117,7 @@ class NativeDoor:
         device: str = "",
         output_specs: Specs | None = None,
     ) -> None:
-        """Raises Disconnected when there is no server."""
+        """Connect to the server. Raises Disconnected when there is no server."""
         self.streams = streams
         self.poller = poller
         self._device = device
@@ -177,7 +177,7 @@ class NativeDoor:
 
 
 class NativeLane:
-    """A lane on the channel of the door."""
+    """A lane on the request channel of the door."""
 
     def __init__(self, door: NativeDoor, observer: LaneObserver) -> None:
         self._door = door

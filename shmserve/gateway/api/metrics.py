@@ -56,7 +56,7 @@ class ExpositionFamily:
 
 
 class ReportFamily(NamedTuple):
-    """A family with a sample for each model.
+    """A metric family with a sample for each model, read from the schedulers' reports.
 
     Attributes:
         kind: The Prometheus type.
@@ -105,7 +105,7 @@ _ALL = "inference requests, all batch sizes"
 _EXECUTED = "(does not include cached requests)"
 _CACHED = "(includes cached requests)"
 _LATENCIES = (
-    # name, text, the counter with the same duration
+    # each row: name, help text, and the counter of requests with the same duration
     ("request", f"inference request duration in microseconds {_CACHED}", "success"),
     ("queue", f"inference queuing duration in microseconds {_CACHED}", "queue"),
     ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
@@ -372,7 +372,7 @@ class MetricsExporter:
         self._cpu = CpuUtilization()
 
     async def page(self) -> bytes:
-        """Return the page of a scrape: the schedulers' current reports and this host's state."""
+        """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
         families = list(self._families(reports))
@@ -444,14 +444,15 @@ class MetricsExporter:
         yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read())
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
-        # This server has no such pool: it pins memory in place.
+        # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
         for part in ("total", "used"):
             text = f"Pinned memory pool {part} memory size, in bytes"
             yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
 
 
 def _text(families: Iterable[ExpositionFamily]) -> str:
-    shown = (family for family in families if family.samples)  # as in Triton
+    # As in Triton, families without samples are omitted.
+    shown = (family for family in families if family.samples)
     return "".join(f"{line}\n" for family in shown for line in family.lines())
 
 
@@ -472,7 +473,7 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
 
 
 _OF_PROCESSES = (
-    # kind, name, text, attribute of a process
+    # each row: kind, name, help text, and the attribute of a process
     ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
     ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
     ("counter", "shmserve_process_cpu_seconds_total", "CPU time of a process", "cpu_seconds"),

@@ -254,42 +254,26 @@ class RegionOpener:
             undone.callback(os.close, shared.fd)
             owner = self._owner(peer, key, shared)
             number = secrets.randbits(62)
-            region = self._admit(
-                OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin), shared
-            )
+            region = OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin)
+            self._admit(region, shared)
             undone.callback(self._release, region)
-            await self._reserve(name, key, shared, offset, byte_size)
+            await self._reserve(region, shared)
             region.blocks = os.fstat(shared.fd).st_blocks
             undone.pop_all()
         return region
 
-    def reopen(
-        self,
-        fd: int,
-        owner: Ownership,
-        *,
-        name: str,
-        key: str,
-        offset: int,
-        byte_size: int,
-        pinned: bool,
-    ) -> OpenRegion:
-        """Open the object that a previous server registered. The region owns its descriptor."""
+    def readmit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+        """Count a region that a previous server registered, whose object is open."""
         self._refuse_if_disabled()
-        shared = posix_shm.described(fd)
-        number, blocks = secrets.randbits(62), os.fstat(fd).st_blocks
-        location = (shared, offset, byte_size)
-        region = OpenRegion(name, key, number, *location, owner, blocks=blocks, pinned=pinned)
-        return self._admit(region, shared)
+        self._admit(region, shared)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
         group = self._quota.policy.group
         return ownership(peer, key, shared.uid, shared.gid, shared.mode, group)
 
-    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> OpenRegion:
+    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
         self._count(region, copied=region.owner.copied)
-        return region
 
     def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
         """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
@@ -308,15 +292,15 @@ class RegionOpener:
         file = None if region.shared is None else region.shared.file
         self._quota.release(region.owner.uid, region.byte_size, file)
 
-    async def _reserve(
-        self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
-    ) -> None:
-        missing = posix_shm.unallocated(shared, byte_size)
-        self._quota.charge(key, shared.file, missing)
+    async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+        missing = posix_shm.unallocated(shared, region.byte_size)
+        self._quota.charge(region.key, shared.file, missing)
         taken = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
-            taken = await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
+            taken = await asyncio.to_thread(
+                posix_shm.reserve, region.name, shared, region.offset, region.byte_size
+            )
         finally:
             self._quota.refund(shared.file, missing - min(taken, missing))
 

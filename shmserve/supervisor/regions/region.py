@@ -134,6 +134,9 @@ class OpenRegion:
             self.exporter.close()
 
 
+Admission = Callable[[OpenRegion, posix_shm.SharedObject], None]
+
+
 class KeptRegions:
     """The registrations that the service manager keeps, and the other server of a handover."""
 
@@ -174,18 +177,16 @@ class KeptRegions:
         if self._other is not None:
             await self._other.until_done()
 
-    def restore(
-        self, given: dict[str, list[int]], reopen: Callable[..., OpenRegion]
-    ) -> Iterator[OpenRegion]:
+    def restore(self, given: dict[str, list[int]], admit: Admission) -> Iterator[OpenRegion]:
         """Yield the regions of kept registrations, open. Invalid registrations are dropped.
 
         Args:
             given: The two descriptors of each registration.
-            reopen: `RegionOpener.reopen`.
+            admit: `RegionOpener.readmit`.
         """
         for name, fds in given.items():
             try:
-                region = _reopened(fds, reopen)
+                region = _reopened(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning(
                     "a registration of the previous server cannot be restored: %s", error
@@ -210,12 +211,19 @@ def _description(region: OpenRegion) -> Iterator[int]:
         os.close(fd)
 
 
-def _reopened(fds: list[int], reopen: Callable[..., OpenRegion]) -> OpenRegion:
+def _reopened(fds: list[int], admit: Admission) -> OpenRegion:
     sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(sealed) != [False, True]:
         raise ValueError("not an object and its description")
-    description, shared = fds[sealed.index(True)], fds[sealed.index(False)]
+    description, shared = fds[sealed.index(True)], posix_shm.described(fds[sealed.index(False)])
     fields = json.loads(os.pread(description, _LONGEST, 0))
-    region = reopen(shared, Ownership(**fields.pop("owner")), **fields)
+    region = OpenRegion(
+        memory_id=secrets.randbits(62),
+        shared=shared,
+        owner=Ownership(**fields.pop("owner")),
+        blocks=os.fstat(shared.fd).st_blocks,
+        **fields,
+    )
+    admit(region, shared)
     os.close(description)
     return region

@@ -173,7 +173,7 @@ class RegionRegistry:
 
     def restore(self, given: dict[str, list[int]]) -> None:
         """Restore the registrations of a previous server, before gateways start."""
-        for region in self._kept.restore(given, self._opener.reopen):
+        for region in self._kept.restore(given, self._opener.readmit):
             self._active[region.name] = region
         if given:
             logger.info(
@@ -191,7 +191,7 @@ class RegionRegistry:
                     if region.kept_as == kept_as:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
-                for region in self._kept.restore({kept_as: fds}, self._opener.reopen):
+                for region in self._kept.restore({kept_as: fds}, self._opener.readmit):
                     if existing := self._active.get(region.name):
                         existing.kept_as = max(
                             existing.kept_as, kept_as

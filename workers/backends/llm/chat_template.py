@@ -18,9 +18,10 @@ from shmserve.errors import InvalidArgument, clip
 # Variables that have to be in the template if a request has them.
 _NEEDED = ("documents", "reasoning_effort")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")  # arguments of `tojson`
+# The arguments of Jinja's filter `tojson`.
+_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")
 _TESTS = ("string", "iterable", "sequence", "mapping")
-_END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
+_END = "CONTINUE_FINAL_MESSAGE_TAG "  # a text that marks the end of the message to be continued
 
 
 class GenerationTag(Extension):
@@ -56,23 +57,25 @@ class ChatTemplate:
         self._compiled: dict[str, _Compiled] = {}
 
     def render(self, given: Mapping[str, Any]) -> str:
-        """Render a conversation: its `messages`, and more.
+        """Render a conversation: its `messages`, and variables of the template.
 
-        Other members are variables of the template, such as `tools` and `documents`. The members of
-        `chat_template_kwargs` are variables, too. `chat_template` is the name of a template. With
-        `continue_final_message`, the text ends with that of the last message.
+        Other members of `given` are variables of the template, such as `tools` and `documents`. The
+        members of `chat_template_kwargs` are variables, too. `chat_template` is the name of a
+        template. With `continue_final_message`, the text ends with that of the last message.
 
         Raises:
             InvalidArgument: The template rejects the conversation.
         """
         if not self.sources:
-            raise InvalidArgument("messages: the model has no chat template, only text_input")
+            raise InvalidArgument(
+                "messages: the model has no chat template; send text_input instead"
+            )
         variables = {"tools": None, "documents": None, **self._special, **given}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._name(variables.pop("chat_template", None), variables["tools"])
         continued = variables.pop("continue_final_message", None)
         if continued and variables.get("add_generation_prompt"):
-            raise InvalidArgument("continue_final_message: add_generation_prompt has to be false")
+            raise InvalidArgument("continue_final_message: add_generation_prompt must be false")
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
@@ -84,7 +87,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates may raise any error
             raise InvalidArgument(
-                f"messages: the model's chat template does not take them: {clip(str(error), 200)}"
+                f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             ) from None
         return _before_end(made, ending) if continued else made
 
@@ -133,7 +136,7 @@ class _Compiled(NamedTuple):
 
 
 def _check_used(given: Mapping[str, Any], template: _Compiled) -> None:
-    """Raise InvalidArgument if a template would ignore what a request asks for."""
+    """Raise InvalidArgument if a request has members that the template would ignore."""
     for name in _NEEDED:
         if given.get(name) and name not in template.variables:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
@@ -201,7 +204,7 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
 
 
 def _call(given: Any) -> Any:
-    """Return a call whose arguments are an object, unless their text is not JSON."""
+    """Return a tool call with its arguments as an object, unless their text is not JSON."""
     function = given.get("function") if isinstance(given, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str | None):

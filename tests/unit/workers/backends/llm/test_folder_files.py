@@ -35,7 +35,6 @@ MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "model", "content":
 
 
 def token(content: str, **more: Any) -> dict[str, Any]:
-    """An added token as files have it."""
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
     return {"content": content, **dict.fromkeys(flags, False), **more}
 
@@ -265,7 +264,9 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
         scheduler.prepare(2, text_input="the [PAD]", max_tokens=2)
         scheduler.run()
         assert scheduler.responses[1][-1]["text_output"] == ["aaa"]
-        assert "'[PAD]' is 320, and the model has tokens up to 319" in scheduler.errors[2][1]
+        assert (
+            "'[PAD]' has the id 320, but the model's largest token is 319" in scheduler.errors[2][1]
+        )
 
 
 @pytest.mark.parametrize("spaces", [False, True])
@@ -426,9 +427,9 @@ def test_one_of_several_templates_is_used(
     ("template", "messages", "more", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, {}, "roles must alternate"),
-        ("{{ 1 / 0 }}", MESSAGES, {}, "does not take them: division by zero"),
-        ("{{ messages.append(1) }}", MESSAGES, {}, "does not take them: "),
-        ("{% nothing %}", MESSAGES, {}, "does not take them: Encountered unknown tag 'nothing'"),
+        ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
+        ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
+        ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
         (
             ROLES,
             MESSAGES,
