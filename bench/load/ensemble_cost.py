@@ -203,11 +203,11 @@ class Chain:
 
     def _turn(self) -> None:
         while self._touched or self._neighbours.posted:
+            self._neighbours.deliver()
             touched = list(self._touched)
             self._touched.clear()
             for front in touched:
                 front.tick(time.monotonic_ns())
-            self._neighbours.deliver()
 
     def _executed(self, batch: m.Execute) -> m.BatchFinished:
         """Return what a worker sends after a batch; like a worker, unpack each schema once."""

@@ -43,6 +43,8 @@ _COMPLAINTS = 32  # all of this many are logged, and then fewer and fewer
 LARGEST_FRAME = 8 << 20  # other peers wait while it is read
 MOST_ELEMENTS = 1 << 16  # per array, such as that of a frame's messages
 _MOST_STRANGERS = 64
+# The reads of an only connection without a poll, after which other connections are accepted.
+_MOST_UNPOLLED = 8
 _MOST_UNSENT = 4 << 20
 _MOST_HELD = 64 << 20
 _MUCH = 1 << 20
@@ -137,6 +139,7 @@ class Router:
         self._connections: dict[int, Connection] = {}
         self._peers: dict[bytes, Connection] = {}
         self._anonymous = itertools.count(1)
+        self._unpolled = 0  # reads since the last poll
         self._path = endpoint.removeprefix(PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # left by a killed server
@@ -170,9 +173,20 @@ class Router:
                 connection.unsent.clear()  # the end of the connection is detected when it is read
 
     def receive(self) -> list[tuple[bytes, Any]]:
-        """Return the available (peer, message) pairs, at most one bounded read per peer."""
+        """Return the available (peer, message) pairs, at most one bounded read per peer.
+
+        A worker is usually the only peer. Its connection is read without a poll before.
+        """
         connections = self._connections
         received: list[tuple[bytes, Any]] = []
+        if len(connections) == 1 and self._unpolled < _MOST_UNPOLLED:
+            (only,) = connections.values()
+            if only.identity is not None and not only.unsent:
+                self._unpolled += 1
+                self._read(only, received)
+                if received:
+                    return received
+        self._unpolled = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
                 self._accept()

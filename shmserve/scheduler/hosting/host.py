@@ -423,14 +423,15 @@ class Host:
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
         turned: list[HostedScheduler] = []  # may repeat
-        while touched:
+        while touched or neighbours.posted:
+            if neighbours.posted:  # first, so that an ensemble has its turn with its step
+                neighbours.deliver()
+                now_ns = time.monotonic_ns()
             schedulers = list(touched)
             touched.clear()
             turned += schedulers
             for scheduler in schedulers:
                 scheduler.tick(now_ns)
-            if neighbours.posted:
-                neighbours.deliver()
             if touched:
                 now_ns = time.monotonic_ns()
         # All together, because a receiver that wakes up may occupy this core before the other
