@@ -139,7 +139,8 @@ class Router:
         self._connections: dict[int, Connection] = {}
         self._peers: dict[bytes, Connection] = {}
         self._anonymous = itertools.count(1)
-        self._unpolled = 0  # reads since the last poll
+        self._only: Connection | None = None  # the connection of an only peer
+        self._unpolled = 0  # its reads since the last poll
         self._path = endpoint.removeprefix(PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # left by a killed server
@@ -179,13 +180,12 @@ class Router:
         """
         connections = self._connections
         received: list[tuple[bytes, Any]] = []
-        if len(connections) == 1 and self._unpolled < _MOST_UNPOLLED:
-            (only,) = connections.values()
-            if only.identity is not None and not only.unsent:
-                self._unpolled += 1
-                self._read(only, received)
-                if received:
-                    return received
+        only = self._only
+        if only is not None and self._unpolled < _MOST_UNPOLLED and not only.unsent:
+            self._unpolled += 1
+            self._read(only, received)
+            if received:
+                return received
         self._unpolled = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
@@ -235,6 +235,12 @@ class Router:
             return
         connection.identity = identity
         self._peers[identity] = connection
+        self._find_only()
+
+    def _find_only(self) -> None:
+        """Update `_only` after a change of the connections."""
+        peers = self._peers.values()
+        self._only = next(iter(peers)) if len(self._connections) == len(peers) == 1 else None
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()
@@ -242,6 +248,7 @@ class Router:
             return None
         greeting = bytearray(zmtp.GREETING + zmtp.ready("ROUTER"))
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
+        self._find_only()
         with contextlib.suppress(OSError):
             connection.push()
         return connection
@@ -250,6 +257,7 @@ class Router:
         del self._connections[connection.sock.fileno()]
         if connection.identity is not None:
             del self._peers[connection.identity]
+        self._find_only()
         connection.close()
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -263,6 +271,7 @@ class Router:
             connection.close()
         self._connections.clear()
         self._peers.clear()
+        self._find_only()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             # If the folder was removed, another server may have created it again.
