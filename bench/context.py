@@ -1,4 +1,4 @@
-"""One run of the benchmark: what was asked for, what there is to measure, what was found so far."""
+"""One run of the benchmark: the selected cases, the available products, and the results so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """The selection of cases: `repeats` samples of `seconds` each; `only` has names."""
+    """The options of a run: `repeats` samples of `seconds` each; `only` has the names of cases."""
 
     peer: Path
     with_peer: bool
@@ -27,12 +27,12 @@ class Settings:
     only: frozenset[str]
 
     def wants(self, name: str) -> bool:
-        """Return whether this case was selected."""
+        """Return whether the case with this name is selected."""
         return not self.only or name in self.only
 
 
 class Context:
-    """The context of all cases. `say` reports the progress of the run."""
+    """The context of all cases. `say` prints the progress of the run."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self.settings = settings
@@ -71,6 +71,6 @@ class Context:
         return analyzer
 
     def skip(self, what: str, why: str, *, failed: bool = False) -> None:
-        """Record a figure that is not measured; `failed`: its measurement failed."""
+        """Record that a figure is not measured, and why; `failed`: its measurement failed."""
         self.results.not_run.append(NotRun(what, why, failed))
         self.say(f"{what}: not measured: {why}")

@@ -1,9 +1,9 @@
-"""`python -m bench.device [--seconds S] [--repeats N]`: what a request costs on a GPU.
+"""`python -m bench.device [--seconds S] [--repeats N]`: the cost of a request on a GPU.
 
-A `torch.nn.Linear` on 16 MiB, asked for by the native client with its tensors on the device, in
-pinned and in ordinary host memory, and inside messages; beside it the same layer in one process of
-its own, up to the end of the device's work. Medians in microseconds, of all samples the median,
-the smallest and the largest. For a host with a CUDA device; there is no peer.
+The model is a `torch.nn.Linear` on 16 MiB. The native client sends requests with tensors on the
+device, in pinned host memory, in ordinary host memory, and inside messages. The same layer also
+runs in a process of its own, up to the end of the device's work. The table has the median, the
+smallest and the largest sample in microseconds. A CUDA device is required; there is no peer.
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ def _ways(client: shmserve.client.Server) -> dict[str, Callable[[], object]]:
 
 
 def main() -> int:
-    """Print the table. Exit status 2 where torch finds no CUDA device."""
+    """Measure and print the table.
+
+    Returns:
+        The exit status: 2 if torch finds no CUDA device.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.device", description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="a sample's (2)")
     parser.add_argument("--repeats", type=int, default=5, help="samples of each (5)")

@@ -1,8 +1,8 @@
-"""What large numbers cost: `python -m bench.large connections|regions|models [--count N]`.
+"""The cost of large numbers: `python -m bench.large connections|regions|models [--count N]`.
 
-connections   10,000 over HTTP, then over gRPC, that say nothing any more, and 100 beside them that
-              ask once a second: memory of the gateway for each, latency of the asking
-regions       10,000 registered over HTTP: time of each, of a status, of a request; memory
+connections   10,000 idle connections over HTTP, then over gRPC, and 100 beside them that send a
+              request per second: the gateway's memory for each, and the latency of the requests
+regions       10,000 regions registered over HTTP: time of each, of a status, of a request; memory
 models        200 Python models: time to start, memory of each, time to unload one and all
 """
 
@@ -38,7 +38,7 @@ _BODY = json.dumps(BODIES["simple"])
 
 
 class Connection(Protocol):
-    """A connection with one request in flight at most."""
+    """A connection with at most one request in flight."""
 
     sock: socket.socket
 
@@ -50,7 +50,7 @@ class Connection(Protocol):
 
 
 class Http:
-    """One of HTTP."""
+    """An HTTP connection."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -71,7 +71,7 @@ class Http:
 
 
 class Grpc(Honest):
-    """One of gRPC, which does not ask again by itself."""
+    """A gRPC connection with one call in flight."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port, _MESSAGE)
@@ -88,7 +88,7 @@ _MESSAGE = simple_request()
 
 
 def connections(count: int) -> None:
-    """Measure each protocol in turn."""
+    """Measure `count` idle connections of each protocol in turn."""
     kinds: dict[str, Callable[[int], Connection]] = {"http": Http, "grpc": Grpc}
     for name, make in kinds.items():
         with _server([servers.BENCH / "models" / "simple"]) as server:
@@ -119,7 +119,7 @@ def _found(table: dict[str, float], start: str) -> str:
 
 
 def _used(connection: Connection) -> Connection:
-    # One that has never asked is ended after the server's patience for a first request.
+    # The server closes a connection that sends no first request in time.
     connection.ask()
     while not connection.read():
         pass
@@ -127,7 +127,7 @@ def _used(connection: Connection) -> Connection:
 
 
 def _latencies(asking: list[Connection]) -> list[float]:
-    """Return the milliseconds of requests, one per second on each connection."""
+    """Send a request per second on each connection, and return their latencies in ms."""
     by_fd = {each.sock: each for each in asking}
     sent: dict[socket.socket, float] = {}
     found = []
@@ -136,7 +136,8 @@ def _latencies(asking: list[Connection]) -> list[float]:
     while due or sent:
         if due and time.perf_counter() >= due[0]:
             connection = asking[len(due) % len(asking)]
-            if connection.sock not in sent:  # else it is late, and asks when it has its response
+            # Otherwise the request is late, and is sent after the response to the previous request.
+            if connection.sock not in sent:
                 sent[connection.sock] = due.pop(0)
                 connection.ask()
         wait = max(0.0, due[0] - time.perf_counter()) if due else 1.0
@@ -263,7 +264,7 @@ _CASES: dict[str, tuple[Callable[[int], None], int]] = {
 
 
 def main() -> None:
-    """Measure one of them."""
+    """Run the measurement that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m bench.large", description=__doc__)
     parser.add_argument("case", choices=_CASES)
     parser.add_argument("--count", type=int)

@@ -1,4 +1,4 @@
-"""Runs the cases one after the other and collects what they find."""
+"""The runner of the benchmark's cases, one after the other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FAILURES = (ServerFailed, perf.LoadFailed, RequestFailed, OSError)
 
 
 class Runner:
-    """One run: the servers, the load generator, and the results so far."""
+    """One run of the benchmark: the servers, the load generator, and the results so far."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -47,7 +47,7 @@ class Runner:
         self._written: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self) -> Results:
-        """Measure every case that was asked for."""
+        """Measure every selected case."""
         loads = [case for case in (*LOADS, *DYNAMIC) if self._settings.wants(case.name)]
         natives = [case for case in native.NATIVE if self._settings.wants(case.name)]
         analyzer = self._context.find_analyzer() if loads or natives else None
@@ -87,7 +87,7 @@ class Runner:
         return self.results
 
     def _run_load(self, case: LoadCase, analyzer: Analyzer) -> None:
-        """Measure a load on both servers in turns; both run, and they take turns at being first."""
+        """Measure a load on both servers, which run together and take turns at being first."""
         row = Row(case.figure, {}, {})
         with ExitStack() as started:
             servers = self._start(case, started)
@@ -117,7 +117,7 @@ class Runner:
         return servers
 
     def _model(self, name: str) -> Path:
-        """Return the folder of a model: one of bench/models, or one that is written on demand."""
+        """Return the folder of a model: in bench/models, or a folder that is written on demand."""
         kept = BENCH / "models" / name
         if kept.is_dir():
             return kept
@@ -129,7 +129,10 @@ class Runner:
     def _attempt(
         self, servers: list[Server], server: Server, case: LoadCase, step: Callable[[Server], None]
     ) -> None:
-        """Do one step with a server; when it fails, the case goes on without that server."""
+        """Run one step of a case with a server.
+
+        If the step fails, the case continues without that server.
+        """
         try:
             step(server)
         except _FAILURES as error:

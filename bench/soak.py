@@ -1,9 +1,10 @@
-"""A long run at a steady rate, to see what grows: `python -m bench.soak [--minutes N] [--rate N]`.
+"""A long run at a steady rate that detects growth: `python -m bench.soak [--minutes N] [--rate N]`.
 
-Every door is asked `--rate` times a second, in an open loop, from a process of its own; every few
-seconds a model is loaded again and a region registered and unregistered beside it. Prints a line a
-window: memory, descriptors and threads of all processes, /dev/shm, latencies. Exit status: 0, or 1
-where a request failed, or a process's memory, descriptors or threads or /dev/shm have grown.
+An open loop in a process of its own sends `--rate` requests per second over every transport. Every
+few seconds a model is reloaded, and a region is registered and unregistered. The program prints a
+line per window: memory, descriptors and threads of all processes, /dev/shm, latencies. The exit
+status is 1 if a request failed, or if a process's memory, descriptors or threads or /dev/shm have
+grown.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LOAD = [sys.executable, "-m", "bench.load.mixed"]
 
 @dataclass
 class Run:
-    """The responses received so far."""
+    """The figures of a soak run so far."""
 
     samples: list[resources.Sample] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
@@ -40,14 +41,14 @@ class Run:
     latencies: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, line: str) -> None:
-        """Read the lines of the load generator."""
+        """Record a line of the load generator."""
         said = json.loads(line)
         self.failed += said["failed"]
         for door, found in said["ms"].items():
             self.latencies.setdefault(door, []).extend(found)
 
     def close_window(self, server: servers.Server) -> str:
-        """Take a sample and print it in one line."""
+        """Take a sample of the server's resources, and return it in one line with the latencies."""
         now = resources.sample(server.pid)
         self.samples.append(now)
         every = sorted(ms for found in self.latencies.values() for ms in found)
@@ -83,7 +84,7 @@ def churn(client: Client) -> None:
 
 
 def soak(seconds: float, rate: float) -> int:
-    """Run for so long; returns the exit status."""
+    """Run for `seconds` at `rate` requests per second, and return the exit status."""
     run, window = Run(), seconds / _WINDOWS
     models = [servers.BENCH / "models" / name for name in _MODELS]
     print(f"{machine.describe()}", flush=True)
@@ -112,7 +113,7 @@ def soak(seconds: float, rate: float) -> int:
 
 
 def report(run: Run, notes: Sequence[str]) -> int:
-    """Print what has grown, failed or was left behind, and return the exit status."""
+    """Print the growth, the failures and the leftovers, and return the exit status."""
     grown = resources.growth(run.samples)
     third = len(run.medians) // 3
     if third:
@@ -126,7 +127,7 @@ def report(run: Run, notes: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Return the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of each door")

@@ -1,4 +1,4 @@
-"""Throughput over p99 by batching strategy.
+"""Throughput over p99 latency by batching strategy.
 
     python -m bench.strategies [--seconds S] [--repeats N] [--out PATH.svg]
 
@@ -58,7 +58,7 @@ _PARAMETER = 'parameters { key: "%s" value { string_value: "%s" } }\n'
 
 @dataclass(frozen=True)
 class Point:
-    """One load: how many in flight, requests/s, and p99 in ms."""
+    """The result of one load: requests in flight, requests/s, and p99 in ms."""
 
     in_flight: int
     per_second: float
@@ -90,7 +90,7 @@ def _theirs(folder: Path) -> list[Path]:
 def _measure(
     places: list[tuple[Server, str]], analyzer: Analyzer, seconds: float, repeats: int
 ) -> dict[str, list[Point]]:
-    """Return a curve for each model.
+    """Measure each model under each load, and return a curve for each model.
 
     The models take turns at each load, so that a slow moment of the machine affects all of them.
     """

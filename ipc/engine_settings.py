@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 from shmserve.errors import InvalidArgument, suggestion
@@ -60,7 +60,8 @@ class EngineSettings:
         aliases: Further names of the model in OpenAI's API.
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
-        target_itl_ms: The target of the inter-token latency; 0: none.
+        target_itl_ms: The target of the inter-token latency; 0: 50 ms, with chunks of at least 64
+            tokens of each prompt.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": that of the chat template; "none": none.
@@ -137,15 +138,6 @@ class EngineSettings:
         """Return the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def sized(self, kv_cache_blocks: int, max_model_len: int, swap_blocks: int) -> Self:
-        """Return the settings with the limits that depend on the model and its memory."""
-        return replace(
-            self,
-            kv_cache_blocks=kv_cache_blocks,
-            max_model_len=max_model_len,
-            swap_blocks=swap_blocks,
-        )
-
     @property
     def capacity(self) -> int:
         """Return the number of tokens whose keys and values fit into the KV cache."""
@@ -158,12 +150,18 @@ class EngineSettings:
             yield _Problem("speculative_decoding.draft_model", text)
         if self.max_tokens_per_batch < self.max_batch_size:
             text = (
-                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}, "
-                "and each sequence of a batch has a token"
+                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}; "
+                "each sequence of a batch needs one token in a step"
             )
             yield _Problem("max_tokens_per_batch", text)
 
 
+_SMALL_STEPS = {
+    "max_batch_size": 8,
+    "max_tokens_per_batch": 512,
+    "prefill_chunk_size": 128,
+    "max_prefill_tokens": 256,
+}
 # The defaults of each profile.
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "high_throughput": {
@@ -172,18 +170,9 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "prefill_chunk_size": 1024,
         "max_prefill_tokens": 4096,
     },
-    "low_latency": {
-        "max_batch_size": 8,
-        "max_tokens_per_batch": 512,
-        "prefill_chunk_size": 128,
-        "max_prefill_tokens": 256,
-        "target_itl_ms": 50.0,
-    },
+    "low_latency": {**_SMALL_STEPS, "target_itl_ms": 50.0},
     "memory_constrained": {
-        "max_batch_size": 8,
-        "max_tokens_per_batch": 512,
-        "prefill_chunk_size": 128,
-        "max_prefill_tokens": 256,
+        **_SMALL_STEPS,
         "preemption_mode": "recompute",
         "swap_space_gb": 0.0,
         "kv_cache_blocks": 256,
@@ -233,7 +222,7 @@ def _checked(
     for name, value in given.items():
         if name not in defaults:
             allowed = (
-                suggestion(str(name), defaults) or f"; known are {', '.join(sorted(defaults))}"
+                suggestion(str(name), defaults) or f" (allowed: {', '.join(sorted(defaults))})"
             )
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
         elif name != "speculative_decoding":

@@ -175,6 +175,9 @@ class BusyPoll:
     """The estimate of one process.
 
     `cores` is the number of usable cores, by default the kernel's.
+
+    Attributes:
+        pays: Whether to spin while no request is in flight, and while some are.
     """
 
     def __init__(self, cores: int = 0) -> None:
@@ -182,12 +185,7 @@ class BusyPoll:
         # The mean wait while no request is in flight, and while some are.
         self._mean_ns = [2.0 * SPIN_NS, 2.0 * SPIN_NS]
         self._most = 0.0  # recent number of concurrent requests
-
-    def worth(self, requests: int) -> bool:
-        """Check whether to spin while this number of requests is in flight."""
-        if self._most > _FEW or not self._allowed:
-            return False
-        return self._mean_ns[requests > 0] < SPIN_NS
+        self.pays = (False, False)
 
     def observe(self, requests: int, waited_ns: int) -> None:
         """Record the time until there was work."""
@@ -197,4 +195,7 @@ class BusyPoll:
             self._most = requests
         if waited_ns > _LONG_NS:
             waited_ns = _LONG_NS
-        self._mean_ns[busy] += (waited_ns - self._mean_ns[busy]) / 8
+        mean_ns = self._mean_ns
+        mean_ns[busy] += (waited_ns - mean_ns[busy]) / 8
+        few = self._allowed and self._most <= _FEW
+        self.pays = (few and mean_ns[0] < SPIN_NS, few and mean_ns[1] < SPIN_NS)

@@ -23,11 +23,10 @@ from shmserve.workers.user_code import in_words
 
 @dataclass(slots=True)
 class Stopwatch:
-    """The timestamps within an execution that only a backend can take, in monotonic ns.
+    """The timestamps within an execution that only a backend can take.
 
-    0: not taken.
-
-    Missing timestamps are replaced by those around `execute`.
+    They are in monotonic ns; 0: not taken. Missing timestamps are replaced by those around
+    `execute`.
     """
 
     input_end_ns: int = 0
@@ -65,10 +64,10 @@ class ModelContext(WorkerStart):
         return self.model_dir / self.version
 
     def model_file(self, names: Iterable[str], shown: str) -> Path:
-        """Return the first of these files that exists in the version folder.
+        """Return the first of the files `names` that exists in the version folder.
 
         Raises:
-            Unavailable: None exists; the message names `shown`.
+            Unavailable: None of the files exists; the message names `shown`.
         """
         for name in names:
             path = self.version_dir / name
@@ -83,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 
 class WrongCount(Exception):
-    """An error of a backend that did not return one response for each request."""
+    """The error for a backend that did not return one response for each request."""
 
     def __init__(self, requests: int, responses: int) -> None:
         super().__init__(

@@ -1,1 +1,1 @@
-"""The cases: under load, streaming, natively, and of one server alone."""
+"""The cases of the benchmark: loads, streams, the native client, and one server without load."""

@@ -1,7 +1,8 @@
-"""The native client's cases: `shmserve perf` here, perf_analyzer for Triton, in turns.
+"""The cases of the native client.
 
-Triton's figure is that of its best listener for the same work (HTTP or gRPC, binary tensors, or its
-system shared memory); for 16 MiB it is one memcpy.
+`shmserve perf` measures shmserve and perf_analyzer measures Triton, in turns. Triton's figure is
+that of its best listener for the same work (HTTP or gRPC with binary tensors, or system shared
+memory). For 16 MiB, the figure beside shmserve's is one memcpy.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _copy(read: memoryview, write: memoryview) -> float:
 
 @dataclass(frozen=True)
 class NativeCase:
-    """The requests of the native client, and those that Triton's listeners receive.
+    """A case of the native client, and the equivalent load for Triton.
 
     Attributes:
         elements: The number of elements of a tensor; 0 for the model's own shape.
@@ -63,7 +64,7 @@ class NativeCase:
 
     @property
     def column(self) -> str:
-        """Return perf_analyzer's column for this figure."""
+        """Return the name of perf_analyzer's column for this figure."""
         return THROUGHPUT if self.in_flight > 1 else P50
 
 
@@ -154,7 +155,7 @@ def run(case: NativeCase, context: Context) -> Row:
 
 
 def _ours(case: NativeCase, server: Server, seconds: float) -> float:
-    """Run the load generator once; raise LoadFailed if it fails."""
+    """Run `shmserve perf` once and return the figure; raise LoadFailed if it fails."""
     load = [f"--run-dir={server.run_dir}", f"--concurrency={case.in_flight}"]
     if case.elements:
         load.append(f"--shape=INPUT0:{case.elements}")

@@ -1,7 +1,7 @@
-"""The cost of a server without load: start, memory, an instance, idling, the queue delay.
+"""The cost of a server without load: start, memory, instances, idling, the queue delay.
 
-Each measurement returns one list of samples for every figure that its case in cases.py names, in
-that order, and appends to `notes` what a reader must know about them.
+Each measurement returns one list of samples for every figure of its case in tables.py, in that
+order. It appends warnings for the reader to `notes`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """One list of samples a figure; `raw` has what lies behind them where that is of interest."""
+    """The samples of a measurement, one list for each figure; `raw` has further raw values."""
 
     samples: tuple[list[float], ...]
     raw: list[float] = field(default_factory=list)
 
 
 class Measure(Protocol):
-    """A measurement: of a product, with one model folder, so many times."""
+    """A function that measures a product with one model folder, `repeats` times."""
 
     def __call__(
         self, product: Product, model: Path, repeats: int, notes: list[str], /
@@ -45,7 +45,8 @@ _EXPLICIT = ("--model-control-mode=explicit",)
 _INSTANCES = (1, 2, 3, 4)
 _CONNECTIONS = 64
 _IDLE_S = 10.0
-# Idling starts once what the last request set off (allocators, keep-alive timers) has died down.
+# Idling is measured after the effects of the last request (allocators, keep-alive timers) have
+# ended.
 _SETTLE_S = 2.0
 _DEADLINE_S = 30.0
 _DELAY_REQUESTS = 300
@@ -61,7 +62,7 @@ def startup(product: Product, model: Path, repeats: int, notes: list[str]) -> Me
 
 
 def instance(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
-    """MB of proportional memory and ms of loading that each further instance adds.
+    """Return the MB of proportional memory and the ms of loading that a further instance adds.
 
     The model is loaded with 1 to 4 instances, each used; a figure is the slope through the four.
     """
@@ -84,9 +85,9 @@ def instance(product: Product, model: Path, repeats: int, notes: list[str]) -> M
 
 
 def idle(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
-    """CPU (% of a core, over 10 s) and PSS (MB) with one model that was used a little.
+    """Return CPU (% of a core, over 10 s) and PSS (MB) with one idle model that was used a little.
 
-    Then the same with 64 connections open that send nothing: their CPU in all, the PSS they add.
+    The same figures with 64 idle connections follow: their CPU in all, and the PSS that they add.
     """
     windows = min(repeats, 2)
     with running(product, [model], notes=notes) as server, ExitStack() as opened:
@@ -108,9 +109,10 @@ def idle(product: Product, model: Path, repeats: int, notes: list[str]) -> Measu
 
 
 def delay(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
-    """µs a request was queued while no other was there to join its batch: p50, p90, p99; all.
+    """Return the µs for which a lone request was queued: p50, p90, p99, and all samples.
 
-    From the difference in the model's statistics around each single request.
+    No other request was there to join its batch. The time is the difference in the model's
+    statistics before and after each request.
     """
     quantiles: tuple[list[float], ...] = ([], [], [])
     everything: list[float] = []
@@ -130,7 +132,7 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
     count, total = client.queue_time(model)
     for _ in range(requests):
         client.infer(model)
-        # Statistics may follow the response by a moment.
+        # The statistics may be updated shortly after the response.
         deadline = time.monotonic() + _DEADLINE_S
         while (now := client.queue_time(model))[0] == count:
             if time.monotonic() > deadline:
@@ -141,7 +143,7 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
 
 
 def _window(server: Server) -> tuple[float, float]:
-    """Return (% of a core, MB) over some seconds without requests."""
+    """Return the CPU (% of a core) and PSS (MB) over some seconds without requests."""
     time.sleep(_SETTLE_S)
     started, before = time.perf_counter(), processes.cpu_s(server.pid)
     time.sleep(_IDLE_S)
@@ -160,7 +162,7 @@ def _load(client: Client, config: dict[str, Any], count: int) -> float:
 
 
 def _unload(server: Server, client: Client, model: str, empty: int) -> None:
-    """Unload, and wait until the model's processes have gone."""
+    """Unload a model, and wait until its processes have exited."""
     client.call("POST", f"/v2/repository/models/{model}/unload")
     deadline = time.monotonic() + _DEADLINE_S
     while len(processes.tree(server.pid)) > empty:
@@ -170,7 +172,7 @@ def _unload(server: Server, client: Client, model: str, empty: int) -> None:
 
 
 def _use(server: Server, model: str, instances: int) -> None:
-    """Send enough concurrent requests that every instance has run the model."""
+    """Send enough concurrent requests that every instance executes one."""
 
     def some(_: int) -> None:
         with server.client() as client:

@@ -23,12 +23,12 @@ RESPONSES, FIRST = "responses/s", "µs"
 
 @dataclass(frozen=True)
 class StreamCase:
-    """Concurrent streams of requests with many responses each.
+    """A case with concurrent streams of requests that have many responses each.
 
     Attributes:
         streams: The number of concurrent streams. Each sends its requests one after the other.
         count: The number of responses to a request.
-        ours: The transport to shmserve; Triton is asked over gRPC.
+        ours: The transport to shmserve; the transport to Triton is gRPC.
     """
 
     name: str

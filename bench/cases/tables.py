@@ -1,4 +1,4 @@
-"""Tables of the cases: the loads of both servers, and the cost of one server alone."""
+"""The tables of cases: loads of both servers, and measurements of one server without load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoadCase:
     """A load for perf_analyzer, and the column of its report that is the figure.
 
     Attributes:
-        more: Other columns of the same reports, which are figures of their own.
+        more: Further columns of the same reports, which are separate figures.
     """
 
     name: str
@@ -27,7 +27,7 @@ class LoadCase:
 
 @dataclass(frozen=True)
 class StandingCase:
-    """A measurement of one server alone, and the figures it gives, in order."""
+    """A measurement of one server without load, and the figures that it returns, in order."""
 
     name: str
     model: str

@@ -1,4 +1,4 @@
-"""The cost of traces.
+"""The cost of tracing.
 
 Two shmserve servers with the same model are measured in turns by `shmserve perf` over HTTP. One of
 them sends its traces to a collector, which discards them.
@@ -28,7 +28,7 @@ _IN_FLIGHT = 16
 
 @dataclass(frozen=True)
 class TraceCase:
-    """One of `rate` requests is traced."""
+    """A case in which one of `rate` requests is traced."""
 
     name: str
     rate: int
@@ -49,7 +49,7 @@ TRACES = (
 
 
 def run(case: TraceCase, context: Context) -> Row:
-    """Return samples of both servers; the server without traces stands for the other product.
+    """Return samples of both servers; the server without traces has the column of the peer.
 
     Raises:
         Exception: The measurement of either server failed, with its error.

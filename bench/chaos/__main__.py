@@ -1,4 +1,4 @@
-"""`python -m bench.chaos --minutes N --seed S`: exit status 1 when anything was found."""
+"""`python -m bench.chaos --minutes N --seed S`; the exit status is 1 if a failure was found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.hf_folders import write_folder
 from tests.support.sequence_models import controls, instances
 from tests.support.servers import running
 
-# Seconds that an execution may take: what hangs is killed then.
+# Maximum seconds of an execution: the server kills a worker that exceeds them.
 EXECUTION_LIMIT_S = 5
 
 _LIMITED = 'rate_limiter { resources [ { name: "R" count: 1 } ] }'
@@ -39,7 +39,7 @@ _LEAK = """
 
 
 def write_models(repository: Path) -> None:
-    """Write the repository: a small model of each scheduler."""
+    """Write the model repository: a small model for each kind of scheduler."""
     repository.mkdir()
     repositories.add(repository, "simple", "identity", "repeat", "crimes")
     repositories.add_as(repository, "swap", "simple")
@@ -62,10 +62,11 @@ def write_models(repository: Path) -> None:
     write_folder(repository / "tiny" / "1")
 
 
-_PRIVATE = "CHAOS_PRIVATE_SHM"  # set where /dev/shm is this run's own
+# Environment variable that is set if /dev/shm is private to this run.
+_PRIVATE = "CHAOS_PRIVATE_SHM"
 _SHM_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup/memory")
-_WARM_UP = 0.1  # of the time, before what is there counts as the beginning
+_WARM_UP = 0.1  # share of the run before the resources of the server are first measured
 _MOST_PAUSE_S = 0.2
 
 
@@ -130,7 +131,7 @@ def _run(
 
 
 def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
-    """Inject faults under load, one after the other."""
+    """Inject random faults under load, one after the other."""
     ledger = stage.ledger
     end = time.monotonic() + seconds
     with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
@@ -185,7 +186,11 @@ def _in_private_shm(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
-    """Return the possible changes of the host, and the command that starts a server for them."""
+    """Yield the changes that are possible on this host, and the command that starts the server.
+
+    Yields:
+        The host, the command's prefix, and environment variables.
+    """
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
         host.lacks.append("/dev/shm full: no mount namespace may be made here")

@@ -1,6 +1,6 @@
 """The table of faults.
 
-Each fault occurs under load. It has ended when every client receives right responses again.
+Each fault occurs under load. It has ended when every client receives correct responses again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from tests.support.regions import SharedObject
 from tests.support.servers import Server
 from tests.support.wire.raw_http import raw_connection
 
-# Whatever it was, all are served again within this time, or they never are.
+# Maximum seconds until all clients are served again after any fault.
 PATIENCE_S = 60.0
 _SHM = Path("/dev/shm")
 
 
 @dataclass
 class Host:
-    """The possible changes of the host; None for an impossible one, with the reason in `lacks`."""
+    """The changes that are possible on the host.
+
+    A change is None if it is impossible, with the reason in `lacks`.
+    """
 
     private_shm: bool = False
     cgroup: Path | None = None
@@ -44,7 +47,7 @@ class Host:
 
 @dataclass
 class Stage:
-    """The context of a fault."""
+    """The context of a fault: the server, its clients, the host and the ledger."""
 
     server: Server
     ledger: Ledger
@@ -70,9 +73,9 @@ class Stage:
         return self.server.answers("/v2/health/ready")
 
     def victim(self) -> psutil.Process | None:
-        """Return a process of the server, except for the supervisor.
+        """Return a process of the server to kill, except for the supervisor.
 
-        Each is chosen in turn, so that none dies so often that its restart is delayed.
+        Each process is chosen in turn, so that none dies so often that its restart is delayed.
         """
         found = {servers.title(each): each for each in self.server.tree()[1:]}
         if not self._round:
@@ -82,7 +85,7 @@ class Stage:
 
 
 def _nothing(stage: Stage) -> None:
-    """Measure the time until all clients are served without a fault, for comparison."""
+    """Inject no fault: measure the time until all clients are served, for comparison."""
     with stage.fault("nothing"):
         pass
 
@@ -118,7 +121,7 @@ def _pause(stage: Stage) -> None:
 
 
 def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
-    """Make the model fail by one request. Only that request may fail."""
+    """Return a fault that makes a model fail by one request. Only that request may fail."""
 
     def commit(stage: Stage) -> None:
         with stage.fault(f"{word} {command}") as fault, stage.server.http() as http:
@@ -157,7 +160,7 @@ def _cut(stage: Stage) -> None:
 
 
 def _unlink(stage: Stage) -> None:
-    """Unlink the name of an object. Its registrations must remain valid."""
+    """Unlink the name of a shared memory object. Its registrations must remain valid."""
     shared = stage.rng.choice([*REGIONS.values()] or [None])
     if shared is not None:
         with stage.fault("unlink region"):
@@ -165,7 +168,7 @@ def _unlink(stage: Stage) -> None:
 
 
 def _fill(stage: Stage) -> None:
-    """Fill /dev/shm, and register an object that has no pages yet."""
+    """Fill /dev/shm, and register a shared memory object that has no pages yet."""
     if not stage.host.private_shm:
         return
     full = _SHM / "full"
@@ -227,7 +230,8 @@ def _clock(stage: Stage) -> None:
     """Set the wall clock forward and back."""
     if stage.host.clock is None:
         return
-    with stage.host.clock.open("r+b", buffering=0) as clock:  # processes have it mapped
+    # The host's processes have mapped this file.
+    with stage.host.clock.open("r+b", buffering=0) as clock:
         for jump_s in (stage.rng.randint(-(10**6), 10**6), 0):
             with stage.fault("clock jumps"):
                 clock.seek(0)
@@ -235,7 +239,7 @@ def _clock(stage: Stage) -> None:
 
 
 class Entry(NamedTuple):
-    """A fault and how often it is drawn."""
+    """A fault in the table, and how often it is drawn."""
 
     weight: int
     commit: Callable[[Stage], None]
@@ -264,6 +268,6 @@ FAULTS = (
 
 
 def draw(rng: random.Random) -> Callable[[Stage], None]:
-    """Return the next fault."""
+    """Return a random fault, according to the weights of the table."""
     (entry,) = rng.choices(FAULTS, [entry.weight for entry in FAULTS])
     return entry.commit

@@ -6,8 +6,8 @@ a worker dies. The ledger also has each fault with its recovery time, and the la
 report of a failure.
 
 An error is a text: "CODE: message" is an error of the server, "lost: ..." a connection that ended
-before the response, and "wrong: ..." a wrong response. A wrong response is allowed only if the
-client has changed its own memory.
+before the response, and "wrong: ..." an incorrect response. An incorrect response is allowed only
+if the client has changed its own memory.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def is_allowed(fault: str, load: str, error: str) -> str:
     return ""
 
 
-# The errors of a fault may arrive some seconds after all clients are served again: the fault's own
-# client may have sent its request before.
+# The errors of a fault may arrive shortly after all clients are served again, because the client of
+# the fault may have sent its request before.
 _GRACE_S = 0.5
-_SLOW_S = 1.0  # a recovery that is worth a line
+_SLOW_S = 1.0  # recoveries that take longer are printed
 _STEP_S = 0.01
 _EVENTS = 200
 _WINDOWS = 64
@@ -91,9 +91,9 @@ _WINDOWS = 64
 
 @dataclass
 class Fault:
-    """A fault: its name, its begin, and the time until which it may cause errors.
+    """A fault: its name, its start, and the time until which it may cause errors.
 
-    Times are in monotonic seconds. A fault that has not ended has no such time.
+    Times are in monotonic seconds. `until` is None while the fault lasts.
     """
 
     what: str
@@ -101,13 +101,13 @@ class Fault:
     until: float | None = None
 
     def overlaps(self, began: float, ended: float) -> bool:
-        """Return whether a request of that time may have been affected by the fault."""
+        """Return whether the fault may have affected a request between these times."""
         return self.since <= ended and (self.until is None or began <= self.until)
 
 
 @dataclass
 class Ledger:
-    """Shared by all threads of a run."""
+    """The record of a test run, shared by all threads of the run."""
 
     began: float = field(default_factory=time.monotonic)
     right: Counter[str] = field(default_factory=Counter)
@@ -122,16 +122,16 @@ class Ledger:
     def __post_init__(self) -> None:
         self._news = threading.Condition()
         self._faults: deque[Fault] = deque(maxlen=_WINDOWS)
-        # By client: when the last request began that was answered right.
+        # By client: the start of the latest request that received a correct response.
         self._served: dict[str, float] = {}
 
     @property
     def failed(self) -> bool:
-        """Return whether a request has failed that should not have failed."""
+        """Return whether an error has occurred that no fault allows."""
         return bool(self.failures)
 
     def note(self, text: str) -> None:
-        """Record an event."""
+        """Record an event for the report."""
         self.events.append(f"{time.monotonic() - self.began:9.3f}  {text}")
 
     def fail(self, text: str) -> None:
@@ -144,12 +144,12 @@ class Ledger:
     # --- requests
 
     def joins(self, client: str) -> None:
-        """Add a client. Each recovery waits for a response to it."""
+        """Add a client. Each recovery waits for a response to this client."""
         with self._news:
             self._served[client] = 0.0
 
     def answered(self, load: str, client: str, began: float) -> None:
-        """Record a right response to a request that began at this time."""
+        """Record a correct response to a request that began at this time."""
         took = time.monotonic() - began
         with self._news:
             self.right[load] += 1
@@ -159,7 +159,7 @@ class Ledger:
             self._news.notify_all()
 
     def refuse(self, load: str, client: str, began: float, error: str) -> None:
-        """Record a wrong or missing response, which only a fault at that time may allow."""
+        """Record an incorrect or missing response, which is a failure unless a fault allows it."""
         ended = time.monotonic()
         with self._news:
             near = [fault.what for fault in self._faults if fault.overlaps(began, ended)]
@@ -183,7 +183,7 @@ class Ledger:
     def recovered(
         self, fault: Fault, since: float, within_s: float, ready: Callable[[], bool] = lambda: True
     ) -> None:
-        """Wait until the server is `ready` and each client has a new right response.
+        """Wait until the server is `ready` and each client has a new correct response.
 
         A response counts if its request was sent after `since`: the time of the fault, or the time
         at which its cause was removed.
@@ -213,7 +213,7 @@ class Ledger:
 
 
 def _kind(what: str) -> str:
-    """Return the first two words of a fault, or the kind of a zygote."""
+    """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
     first, *rest = what.split()
     kind = rest[-1:] if rest[-1:] == ["zygote"] and rest[0] != "spare" else rest[:1]
     return " ".join([first, *kind])

@@ -1,7 +1,8 @@
 """Clients of each transport and each kind of scheduler, which check the responses.
 
-A load is a context that yields `ask()`: one request (or one sequence, or one stream) to its end.
-`ask` raises Wrong for an answer that is not right, and what its client library raises for errors.
+A load is a context manager that yields `ask()`, which performs one request (or one sequence, or one
+stream). `ask` raises Wrong for an incorrect response, and its client library's exception for an
+error.
 """
 
 from __future__ import annotations
@@ -35,27 +36,28 @@ from tests.support.wire.raw_http import (
     shm_input,
 )
 
-# An answer that takes longer is lost.
+# Maximum seconds of a request; a later response counts as lost.
 PATIENCE_S = 60.0
 _BREATH_S = 0.1
 
 Ask = Callable[[], None]
 Open = Callable[[Server, random.Random], AbstractContextManager[Ask]]
-Infer = Callable[..., Any]  # (model, arrays, **sequence) -> the outputs by name
+# Arguments: the model, its inputs, options of a sequence; returns the outputs by name.
+Infer = Callable[..., Any]
 
 _ids = itertools.count(1)
 
 
 class Wrong(Exception):
-    """An answer that is not right."""
+    """An incorrect response."""
 
 
 class Refused(Exception):
-    """An error of HTTP, as text."""
+    """An HTTP error response, as text."""
 
 
 def expect(found: Any, wanted: Any) -> None:
-    """Check a response. Raises Wrong if it has other values."""
+    """Compare a response with the expected values. Raises Wrong if they differ."""
     if not np.array_equal(found, wanted):
         raise Wrong(f"got {found!r:.300}, wanted {wanted!r:.300}")
 
@@ -66,7 +68,7 @@ def _ok(reply: Reply) -> Reply:
     return reply
 
 
-# --- the doors: something that infers, whatever the protocol
+# --- the transports: functions that run a model
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def _native_door(server: Server) -> Iterator[Infer]:
 Door = Callable[[Server], AbstractContextManager[Infer]]
 
 
-# --- what is asked
+# --- the loads
 
 
 def sums(door: Door, model: str = "simple") -> Open:
@@ -170,7 +172,15 @@ def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
 def function(
     door: Door, model: str, of: Callable[[Any], Any], names: str = "X Y", **more: int
 ) -> Open:
-    """Send one array, and check a function of it. `different` is the number of distinct inputs."""
+    """Send one array, and check that the response is a function of it.
+
+    Args:
+        door: Connects a client of a transport.
+        model: The model.
+        of: The function.
+        names: The names of the input and of the output.
+        **more: `different`, the number of distinct inputs.
+    """
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -189,7 +199,7 @@ def function(
 
 
 def sequences(door: Door, model: str) -> Open:
-    """Send a whole sequence, and check the sum in each response."""
+    """Send a complete sequence, and check the sum in each response."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -264,12 +274,12 @@ def grpc_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
             client.stop_stream(cancel_requests=True)
 
 
-_TEXTS: dict[tuple[str, int], str] = {}  # by prompt and length: the first text
+_TEXTS: dict[tuple[str, int], str] = {}  # the first complete text by prompt and length
 _PROMPTS = ("the quick brown", "it was the best", "naïve café", "1 2 3")
 
 
 def text(stream: bool) -> Open:
-    """Generate a greedy text. Each prompt must have the same complete text each time."""
+    """Generate text greedily. Each prompt must have the same complete text each time."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -301,14 +311,14 @@ def _streamed(reply: Reply) -> str:
     return "".join(choice["text"] for event in found for choice in event["choices"])
 
 
-# Regions of clients that are cut and unlinked, by a fault.
+# Regions of clients that a fault truncates and unlinks.
 REGIONS: dict[str, SharedObject] = {}
 
 
 def region(cut: bool) -> Open:
-    """Send requests with input and output in one registered region.
+    """Send requests whose input and output are in one registered region.
 
-    With `cut`, the client truncates its region at times. Only that client may lose a response.
+    With `cut`, the client sometimes truncates its region. Only that client may lose a response.
     """
 
     @contextmanager
@@ -350,7 +360,7 @@ def _own_fault() -> Iterator[None]:
 
 @contextmanager
 def in_place(server: Server, rng: random.Random) -> Iterator[Ask]:
-    """Send requests whose tensors are in memory of the native client."""
+    """Send requests whose tensors are in memory of the native client, and check the responses."""
 
     def ask() -> None:
         given["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
@@ -381,7 +391,10 @@ def vanishing(server: Server, rng: random.Random) -> Iterator[Ask]:
 
 
 class Load(NamedTuple):
-    """An entry: its name begins with the door, by which errors are allowed."""
+    """An entry of the table of loads.
+
+    Its name begins with the transport, by which the ledger allows errors.
+    """
 
     name: str
     open: Open
@@ -415,7 +428,7 @@ LOADS = (
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error in the form of the table; raise an error that no client may receive."""
+    """Return an error in the form of the ledger; raise an error that no client may receive."""
     match error:
         case Wrong():
             return f"wrong: {error}"

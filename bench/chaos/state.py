@@ -1,4 +1,4 @@
-"""The figures that must not grow during the test, and the readiness as a polling client sees it."""
+"""The resources that must not grow during the test, and the readiness that a client sees."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.waiting import until
 
 _SETTLE_S = 15.0
 _MORE_THREADS = 4
-# Bytes. A worker shares 40 MB with the zygote that it comes from and with its other children, and
-# counts in full once another zygote has taken over: all together, and one process.
+# Allowed growth in bytes. A worker shares 40 MB with its zygote and the zygote's other children.
+# After a new zygote has replaced that one, the worker's memory counts in full.
 _MORE_MEMORY = 640 << 20
 _MORE_OF_ONE = 160 << 20
 _PROBE_S = 0.05
@@ -26,7 +26,7 @@ _PROBE_S = 0.05
 
 @dataclass(frozen=True)
 class Measured:
-    """A server at rest."""
+    """The resources that a server without load uses."""
 
     state: State
     threads: Counter[str]
@@ -34,7 +34,7 @@ class Measured:
 
     @staticmethod
     def of(server: Server) -> Measured:
-        """Return the state of the server now."""
+        """Return the resources that the server uses now."""
         threads: Counter[str] = Counter()
         for process in server.tree():
             with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class Measured:
         return Measured(State.of(server), threads, frozenset(os.listdir("/dev/shm")))
 
     def differences(self, now: Measured) -> list[str]:
-        """Return the resources that have grown."""
+        """Return a line for each resource that has grown."""
         found = self.state.differences(now.state, _MORE_MEMORY)
         for title, size in now.state.resident.items():
             grown = size - self.state.resident.get(title, size)
@@ -55,7 +55,11 @@ class Measured:
         return found
 
     def wait_restored(self, server: Server) -> list[str]:
-        """Return the differences to the first sample that remain after some seconds."""
+        """Wait some seconds for the server to return to this state.
+
+        Returns:
+            The remaining differences.
+        """
         found: list[str] = []
 
         def as_before() -> bool:
@@ -67,7 +71,7 @@ class Measured:
         return found
 
     def in_words(self) -> str:
-        """Return the sums by kind of process."""
+        """Return a line of text with the sums by kind of process."""
         state = self.state
         return (
             f"{sum(state.titles.values())} processes, {sum(self.threads.values())} threads, "
@@ -77,7 +81,10 @@ class Measured:
 
 
 class Probe:
-    """Somebody who asks for the server's health all the time; `slowest_s`: the longest wait."""
+    """A thread that polls the server's health.
+
+    `slowest_s` is the longest time that a response took.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server

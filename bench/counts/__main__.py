@@ -1,4 +1,4 @@
-"""`python -m bench.counts`: calls, allocations and system calls a request, for each process."""
+"""`python -m bench.counts`: calls, allocations and system calls per request, by process."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _HOOK = Path(__file__).parent / "hook"
 _ROLES = ("gateway", "scheduler", "worker")
 _WARM_UP = 800
 _IN_FLIGHT = 16
-_PLACE = 600_000  # bytes
+_PLACE = 600_000  # byte size of a tensor in the region
 _WAIT_S = 20.0
 _TOTAL = re.compile(r"^ *\d+\.\d+ +\d+\.\d+ +\d+ +(\d+)(?: +\d+)? +(\w+)$", re.MULTILINE)
 
 
 @dataclass
 class Counted:
-    """The counts of a process for a number of requests."""
+    """The counts of one process for a number of requests."""
 
     role: str
     requests: int
-    calls: Counter[str]  # by function; those of C in the one that called them
-    python: int  # of these, functions in Python
+    calls: Counter[str]  # calls by function; calls of C functions are counted at their caller
+    python: int  # calls of functions in Python, included in `calls`
     allocations: int
     system_calls: Counter[str]
 
@@ -53,16 +53,16 @@ class Counted:
 
 
 class CountedShmserve(Shmserve):
-    """This checkout, with counters in its processes, which write to `COUNTS_DIR`."""
+    """This checkout's server with counters in its processes, which write to `COUNTS_DIR`."""
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment with the hook."""
+        """Return this process's environment with the counting hook on PYTHONPATH."""
         path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
         return {**os.environ, "PYTHONPATH": path}
 
 
 def _roles(server: Server) -> dict[str, int]:
-    """Return the pids of the processes on the path of a request."""
+    """Return the processes on the path of a request: role -> pid."""
     found: dict[str, int] = {}
     for each in processes.tree(server.pid):
         title = Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[0].split()
@@ -88,7 +88,7 @@ def _step(folder: Path, pids: Sequence[int], step: int) -> None:
 
 
 def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) -> list[Counted]:
-    """Send `number` requests for each of the figures."""
+    """Send `number` requests for each kind of count, and return the counts of each process."""
     pids = _roles(server)
     with Connections(server.ports.http, requests) as connections:
         connections.run(_WARM_UP)
@@ -109,7 +109,7 @@ def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) 
 
 @contextlib.contextmanager
 def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[str]]]:
-    """Count the system calls of processes during the block; none without strace."""
+    """Count the system calls of processes during the block; the counts are empty without strace."""
     found: dict[str, Counter[str]] = {role: Counter() for role in pids}
     if shutil.which("strace") is None:
         yield found
@@ -141,7 +141,7 @@ def _post(path: str, body: object) -> bytes:
 
 
 def _simple() -> list[bytes]:
-    """Return requests of equal length with different numbers."""
+    """Return requests of equal length with different content."""
     return [
         _post(
             "/v2/models/simple/infer",
@@ -158,7 +158,7 @@ def _simple() -> list[bytes]:
 
 @contextlib.contextmanager
 def _placed(server: Server) -> Iterator[list[bytes]]:
-    """Yield requests whose input and output are in one region."""
+    """Yield requests whose input and output are in one registered region."""
     memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _PLACE)
     try:
         with server.client() as client:

@@ -1,4 +1,4 @@
-"""A closed loop over HTTP: a number of connections with one request in flight each."""
+"""A closed loop over HTTP: several connections with one request in flight each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LENGTH = re.compile(rb"(?i)content-length: (\d+)\r\n")
 
 
 class Connections:
-    """Open connections; each sends its own of `requests` again and again."""
+    """Open connections, each of which sends its entry of `requests` repeatedly."""
 
     def __init__(self, port: int, requests: Sequence[bytes]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -38,7 +38,7 @@ class Connections:
         self._selector.close()
 
     def run(self, count: int) -> None:
-        """Send `count` requests, and take all their responses; raises RequestFailed."""
+        """Send `count` requests and receive all their responses. Raises RequestFailed."""
         keys = list(self._selector.get_map().values())
         started = min(count, len(keys))
         for key in keys[:started]:

@@ -1,1 +1,1 @@
-"""The load generators: a process each, and the same for both servers."""
+"""The load generators, each a process of its own, which send the same load to both servers."""

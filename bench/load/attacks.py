@@ -1,10 +1,10 @@
-"""The cost of a gRPC client's floods to others: `python -m bench.load.attacks`.
+"""The cost of one gRPC client's flood to other clients: `python -m bench.load.attacks`.
 
-Eight clients have one call each in flight, on connections of their own; their rate with a flood
-beside them is compared with their rate alone, in turns. The flood is a process: it connects again
-whenever the server ends its connection, acknowledges what an honest client would, and sends as fast
-as the server reads. Prints a line for each: the median of the ratios and their extremes, and the
-connections that the server ended in a second.
+Eight clients have one call each in flight, on connections of their own. Their rate with a flood
+beside them is compared with their rate alone, in turns. The flood is a process. It connects again
+whenever the server ends its connection, acknowledges what a well-behaved client would, and sends as
+fast as the server reads. The program prints a line for each flood: the median of the ratios and
+their extremes, and the connections that the server ended per second.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _CLIENTS = 8
 _ROUNDS = 5
 _SECONDS = 1.0
 _AHEAD = 64 * 1024
-_MADE = 16 * 1024 * 1024  # bytes of a flood, until it comes again
+_MADE = 16 * 1024 * 1024  # bytes of a flood that are made in advance and then repeated
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Return an HTTP/2 frame."""
+    """Return the bytes of an HTTP/2 frame."""
     return _FRAME.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream) + payload
 
 
 def head(path: str) -> bytes:
-    """Return the header block of a call, with literal fields."""
+    """Return the header block of a call to this path, with literal fields."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -72,7 +72,7 @@ def simple_request() -> bytes:
 
 
 def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
-    """Return the bytes of each stream of a flood, by its name."""
+    """Return the floods by name: functions from a stream id to the bytes of that stream."""
 
     def asked(stream: int) -> bytes:
         return frame(_HEADERS, _END_HEADERS, stream, _INFER) + frame(
@@ -104,7 +104,7 @@ def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
 
 
 def flood(port: int, name: str, ended: Any) -> None:
-    """Send the same bytes until the process is killed.
+    """Send the bytes of a flood until the process is killed.
 
     The bytes are made once, so that the flood costs its sender next to nothing. `ended` counts the
     connections that the server has closed.
@@ -136,7 +136,7 @@ def _flood(sock: socket.socket, sent: memoryview, reads: bool) -> None:
 
 
 class Honest:
-    """A client with one call in flight."""
+    """A well-behaved client with one call in flight."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port))
@@ -157,7 +157,11 @@ class Honest:
         )
 
     def read(self) -> int:
-        """Read the available data, begin a call for each completed one, and return their number."""
+        """Read the available data, and begin a new call for each completed one.
+
+        Returns:
+            The number of completed calls.
+        """
         data = self.sock.recv(1 << 16)
         if not data:
             raise SystemExit("the server ended an honest client's connection")
@@ -187,7 +191,7 @@ def attacked(port: int, name: str, ended: Any) -> Iterator[None]:
     process = multiprocessing.Process(target=flood, args=(port, name, ended))
     process.start()
     try:
-        time.sleep(0.3)  # the flood is under way: what it does at first is not what is measured
+        time.sleep(0.3)  # the measurement begins after the first moments of the flood
         yield
     finally:
         process.kill()
@@ -195,7 +199,7 @@ def attacked(port: int, name: str, ended: Any) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure every flood."""
+    """Measure every flood and print a line for each."""
     request = simple_request()
     model = servers.BENCH / "models" / "simple"
     with servers.running(servers.Shmserve(), [model], notes=[]) as server:

@@ -1,4 +1,4 @@
-"""The few HTTP requests that the benchmark itself sends: readiness, loading, inferences."""
+"""The client for the benchmark's own HTTP requests: readiness, loading, single inferences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODIES = {"simple": _SIMPLE, "torch": _TORCH}
 
 
 class RequestFailed(Exception):
-    """The server did not response 200, or the response is wrong."""
+    """The server's status is not 200, or the response is wrong."""
 
 
 class Client:

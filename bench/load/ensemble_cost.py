@@ -43,7 +43,7 @@ from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"
 _IDENTITY = b"6000.1"
-_SMALL = 16  # elements
+_SMALL = 16  # elements of a small tensor
 _DATA = bytes(4 * _SMALL)
 
 
@@ -57,7 +57,10 @@ def _response_schema(elements: int) -> bytes:
 
 
 class _Outbox:
-    """Messages to clients, workers or the supervisor; those to a neighbour are calls."""
+    """An outbox of messages to clients, workers or the supervisor.
+
+    Messages to a scheduler in the same process are calls.
+    """
 
     malformed = 0
 
@@ -81,14 +84,14 @@ class _Outbox:
 
 
 class Chain:
-    """Three steps in a row, with FP32 tensors of so many elements between them.
+    """An ensemble of three steps in a row, with FP32 tensors of `elements` elements between them.
 
     Attributes:
         worker_ns: The time that the stand-in for the workers has taken.
     """
 
     def __init__(self, elements: int, alone: bool = False) -> None:
-        """Make the ensemble and its steps; `alone`: without schedulers of the steps."""
+        """Make the ensemble and its steps; `alone`: the steps have no schedulers."""
         self.worker_ns = 0
         self._known = Schemas(RequestSchema)
         self._neighbours = links = InProcessLinks()
@@ -210,7 +213,10 @@ class Chain:
                 front.tick(time.monotonic_ns())
 
     def _executed(self, batch: m.Execute) -> m.BatchFinished:
-        """Return what a worker sends after a batch; like a worker, unpack each schema once."""
+        """Return the message with which a worker ends a batch.
+
+        Like a worker, unpack each schema once.
+        """
         (received,) = frames.unpack(frames.pack([batch]))
         (work,) = received.requests
         known = self._known.find(work.schema) or self._known.learn(work.schema)

@@ -1,15 +1,15 @@
 """The speed of a generative worker's steps, and of the scheduler that plans them.
 
-A worker runs alone in one thread, beside the floor of its linear layers. The scheduler runs without
-a model.
+A worker runs alone in one thread, and is compared with the floor of its linear layers. The
+scheduler runs without a model.
 
     python -m bench.load.generation [--rows 1 8 32] [--weights fp32|int8] [--rounds N]
     python -m bench.load.generation --scheduler 32 256
 
 The model is random: 8 layers, 512 wide, 8 heads that share 4 key-value heads, 32,000 tokens.
-Prompts have 128 tokens, and 32 follow. The floor is the time of the linears alone, with the same
-weights and rows: a share of 1.0 would be a step that does nothing else. Both are measured in turns,
-in time of the processor, since others may be using the machine.
+Prompts have 128 tokens, and 32 follow. The floor is the time of the linear layers alone, with the
+same weights and rows. A share of 1.0 would be a step that does nothing else. Both are measured in
+turns, in CPU time, since other programs may use the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import FEWEST_ROWS, Transformer
@@ -56,7 +56,7 @@ SIZES: dict[str, Any] = {
 
 
 class Generating:
-    """Create a number of sequences of one engine."""
+    """A number of sequences that one engine generates."""
 
     def __init__(self, model: Transformer, rows: int) -> None:
         self._blocks = (PROMPT + NEW) // BLOCK
@@ -81,7 +81,7 @@ class Generating:
         return time.thread_time() - began
 
     def decode(self) -> list[float]:
-        """Decode after all prompts together, and return the seconds of each step."""
+        """Decode all sequences together after their prompts; return the seconds of each step."""
         took: list[float] = []
         for place in range(1, NEW):
             rows = [
@@ -97,7 +97,7 @@ class Generating:
 
 
 def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
-    """Run one pass of a number of rows through the linear layers.
+    """Return a function that runs one pass of `rows` rows through the linear layers.
 
     Only `heads` rows go through the layers that only logits need: the output layer, and the linear
     layers of the last layer except for its first.
@@ -120,7 +120,7 @@ def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
 
 
 def median_ms(call: Callable[[], None], times: int) -> float:
-    """Return the median time of a call."""
+    """Return the median duration of `times` calls in ms."""
     took: list[float] = []
     for _ in range(times):
         began = time.thread_time()
@@ -158,7 +158,7 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
 
 
 def schedule(sequences: int, rounds: int) -> dict[str, float]:
-    """Return the cost of a step in the scheduler in ms: the median, and the mean.
+    """Return the median and the mean cost of a step in the scheduler, in ms.
 
     The median is that of the steps with one token of each sequence. The mean is that of all steps
     from the first prompt to the last token.
@@ -206,7 +206,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print one JSON object a line."""
+    """Measure, and print one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--weights", choices=["fp32", "int8"], default="fp32")

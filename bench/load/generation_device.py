@@ -1,11 +1,11 @@
-"""Speed of a generative worker's steps on a GPU, beside `generate` of transformers.
+"""The speed of a generative worker's steps on a GPU, compared with `generate` of transformers.
 
     python -m bench.load.generation_device [--size m512|b1] [--rows 1 8 32] [--weights fp32|bf16]
 
 The model is random: `m512` is that of bench.load.generation, `b1` has 1.2 billion weights. Prompts
-have 128 tokens, and 128 follow. A step's floor is the time in which the device reads its weights,
-as fast as it copies. transformers generates all rows as one batch, with a static cache and without
-a compiler, with weights of the same kind. All in milliseconds of wall time.
+have 128 tokens, and 128 follow. A step's floor is the time in which the device reads its weights at
+the speed of a copy. transformers generates all rows as one batch, with a static cache and without a
+compiler, with weights of the same kind. All times are in milliseconds of wall time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from bench.load.generation import SIZES
 from shmserve.ipc.messages.generation import Begin, Row, Step
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
@@ -72,7 +72,7 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
 
 
 def copy_bytes_per_ms() -> float:
-    """Measure the memory bandwidth of the device."""
+    """Return the memory bandwidth of the device, measured by copying."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -85,7 +85,7 @@ def copy_bytes_per_ms() -> float:
 
 
 def peer(path: Path, rows: int, weights: str) -> float:
-    """Return the time of transformers per token of all rows, with prompts, in ms."""
+    """Return the time of transformers per token of all rows, including prompts, in ms."""
     from transformers import AutoModelForCausalLM
 
     kind = torch.bfloat16 if weights == "bf16" else torch.float32
@@ -102,7 +102,7 @@ def peer(path: Path, rows: int, weights: str) -> float:
 
 
 def main() -> None:
-    """Measure, and print one JSON object a line."""
+    """Measure, and print one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=MODELS, default="m512")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])

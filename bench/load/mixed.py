@@ -1,7 +1,8 @@
-"""Open-loop load through every door at once: `python -m bench.load.mixed ...`, for `bench.soak`.
+"""`python -m bench.load.mixed ...`: an open-loop load over every transport, for `bench.soak`.
 
-Requests begin at their times whether others have ended or not, and a latency counts from that time.
-A line of JSON a second has the latencies (ms) of what ended in it, by door, and what failed.
+Requests begin at scheduled times whether earlier ones have completed or not, and a latency counts
+from the scheduled time. A line of JSON per second has the latencies (ms) of the requests completed
+in it, by transport, and the errors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Ask = Callable[[int], Awaitable[Any]]
 
 
 class Mixed:
-    """The doors, and what has ended since the last line."""
+    """The doors of all transports, and the requests completed since the last line."""
 
     def __init__(self, run_dir: str, http_port: int, grpc_port: int) -> None:
         self._run_dir = run_dir

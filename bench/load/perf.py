@@ -109,7 +109,7 @@ def _run(command: list[str], analyzer: Analyzer, timeout_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill it if it still runs, and remove the shared memory that it then leaves behind."""
+    """Kill the process if it still runs, and remove the shared memory that it leaves behind."""
     if process.poll() is not None:
         return
     members = processes.tree(process.pid)
@@ -129,7 +129,8 @@ _WARM_UP_S = 0.5
 def ours(*arguments: object, seconds: float) -> dict[str, Any]:
     """Run `shmserve perf ARGUMENTS` for some seconds, and return the point of its report.
 
-    Raises LoadFailed when it fails, has errors to report, or is not done a minute after its time.
+    Raises LoadFailed if the program fails, reports errors, or has not ended a minute after its
+    time.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         report = Path(folder) / "report.json"

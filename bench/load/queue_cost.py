@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
             "default_timeout_microseconds": _LONG_US,
             "allow_timeout_override": True,
         },
-        # The lowest level delays what is late, and is late at once.
+        # The lowest level delays late requests, and its requests are late at once.
         "priority_queue_policy": {
             str(_LEVELS): {"default_timeout_microseconds": 1, "timeout_action": "DELAY"}
         },
@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
 
 
 class _Outbox:
-    """Takes messages, and keeps the batches."""
+    """An outbox that stores the batches sent to the worker and discards other messages."""
 
     malformed = 0
 
@@ -65,10 +65,10 @@ def _one_row(schema: bytes) -> BatchFit:
 
 
 class BusyQueue:
-    """A scheduler with so many requests queued, of all its priorities, whose only instance is busy.
+    """A scheduler with `queued` queued requests of all priorities, whose only instance is busy.
 
-    `turn` keeps it so: requests come, one of those in the middle is cancelled, some are delayed,
-    one in the middle expires, and the batch that runs ends.
+    `turn` keeps it in this state: requests arrive, one in the middle of the queue is cancelled,
+    some are delayed, one in the middle expires, and the running batch ends.
     """
 
     def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
@@ -118,16 +118,16 @@ class BusyQueue:
         self._waiting.append(self._last)
 
     def _drawn(self) -> int:
-        """Return a random request that may still wait."""
+        """Return the key of a random request that may still be queued."""
         at = self._choice.randrange(len(self._waiting))
         self._waiting[at], self._waiting[-1] = self._waiting[-1], self._waiting[at]
         return self._waiting.pop()
 
 
 def sample(queued: int, turns: int = 3000) -> float:
-    """Return the scheduler's time for a request in microseconds, with `queued` others in the queue.
+    """Return the scheduler's time per request in microseconds, with `queued` requests in the queue.
 
-    It includes all work between the request's messages.
+    The time includes all work between the request's messages.
     """
     busy = BusyQueue(queued)
     for _ in range(turns // 10):

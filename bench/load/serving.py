@@ -1,4 +1,4 @@
-"""A generative scheduler and its worker's engine in one thread, without sockets.
+"""The speed of a generative scheduler and its worker's engine in one thread, without sockets.
 
 The cases are a long prompt beside others, a pool that is too small, a cached prefix, a draft model,
 and 8-bit weights.
@@ -7,8 +7,8 @@ and 8-bit weights.
     python examples/generation/train.py FOLDER --draft
     python -m bench.load.serving --trained FOLDER [--text FILE] [--rounds N]
 
-The model is that of `bench.load.generation`, and times are those of the processor. A ratio is that
-of two loads in turns, the median of the rounds.
+The model is that of `bench.load.generation`, and times are CPU times. A ratio is that of two loads
+in turns, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
@@ -61,7 +61,7 @@ DRAFT: dict[str, Any] = {
 
 
 class Serving:
-    """A scheduler and a worker.
+    """A generative scheduler and its worker in one thread.
 
     Attributes:
         clock: The CPU time that they have used, in seconds.
@@ -134,7 +134,7 @@ def _scaled(stepped: Stepped, share: float) -> Stepped:
 
 
 def prompt(size: int = PROMPT) -> list[int]:
-    """Return random tokens."""
+    """Return a prompt of random tokens."""
     return list(map(int, torch.randint(3, SIZES["vocab_size"], (size,))))
 
 
@@ -151,16 +151,16 @@ def ratio(first: Callable[[], float], second: Callable[[], float], rounds: int) 
     return round(statistics.median(first() / second() for _ in range(rounds)), 3)
 
 
-# --- cases: what each gives is printed
+# --- the cases: their results are printed
 
 
 def late(rounds: int) -> dict[str, Any]:
-    """Measure a prompt of 900 tokens that arrives while four requests generate."""
+    """Measure the delay that a prompt of 900 tokens causes to four requests that generate."""
     gaps: list[float] = []
     waits: list[float] = []
     for _ in range(rounds):
         served = Serving(model(), target_itl_ms=TARGET_MS)
-        for _ in range(2):  # the first time, it learns what a step takes
+        for _ in range(2):  # the scheduler learns the duration of a step in the first round
             others = [served.add(prompt(), 150) for _ in range(4)]
             for _ in range(30):
                 served.step()
@@ -182,7 +182,7 @@ def late(rounds: int) -> dict[str, Any]:
 
 
 def tight(rounds: int) -> dict[str, Any]:
-    """Measure a pool with a quarter of the blocks that all requests need at once."""
+    """Measure a KV pool with a quarter of the blocks that all requests need at once."""
 
     def load(rows: int, blocks: int) -> float:
         served = Serving(model(), kv_cache_blocks=blocks, max_batch_size=rows)
@@ -201,7 +201,7 @@ def tight(rounds: int) -> dict[str, Any]:
 
 
 def prefix(rounds: int) -> dict[str, Any]:
-    """Measure the second of two prompts with the same first 500 tokens."""
+    """Measure the second of two prompts that share their first 500 tokens."""
 
     def load(second: bool) -> float:
         served = Serving(model())
@@ -215,7 +215,7 @@ def prefix(rounds: int) -> dict[str, Any]:
 
 
 def draft(rounds: int) -> dict[str, Any]:
-    """Measure a draft model that is mostly right, and one that is always wrong."""
+    """Measure a draft model that is mostly right, and a draft model that is always wrong."""
     pairs = {"good": _pair(True), "bad": _pair(False)}
     return {
         f"{label}_{rows}": _speculating(*pair, rows, rounds, functools.partial(prompt, 16))
@@ -225,7 +225,7 @@ def draft(rounds: int) -> dict[str, Any]:
 
 
 def trained(folder: Path, text: str, rounds: int) -> dict[str, Any]:
-    """Measure a model with the draft model that was trained for it, on pieces of a text."""
+    """Measure a model with a draft model that was trained for it, on pieces of a text."""
     target, small = (
         Transformer(Checkpoint.open(folder.with_name(folder.name + end))) for end in _PAIR
     )
@@ -264,10 +264,10 @@ def _speculating(
 
 
 def _pair(agrees: bool) -> tuple[Transformer, Transformer]:
-    """Return a model, and a draft model.
+    """Return a model and a draft model.
 
     The output of the model depends mostly on the first 128 dimensions of its embeddings. The draft
-    model has the same dimensions, or other ones.
+    model has the same dimensions if it `agrees`, and other dimensions otherwise.
     """
     made = config(**SIZES)
     drawn = weights(made, seed=1)
@@ -311,12 +311,12 @@ CASES: tuple[Callable[[int], dict[str, Any]], ...] = (late, tight, prefix, draft
 
 
 def chosen(names: Iterable[str]) -> list[Callable[[int], dict[str, Any]]]:
-    """Return the cases of these names, or all cases without names."""
+    """Return the cases with these names, or all cases if no name is given."""
     return [case for case in CASES if case.__name__ in names] or list(CASES)
 
 
 def main() -> None:
-    """Measure, and print one JSON object a line."""
+    """Measure, and print one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3)

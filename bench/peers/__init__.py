@@ -1,4 +1,4 @@
-"""The servers that newcomers compare: the same two models in each of them, under the same load.
+"""A comparison with other Python model servers: the same two models in each, under the same load.
 
 measure       `python -m bench peers`: installs, starts, loads and prints
 load          the load generator: requests over HTTP at a fixed concurrency

@@ -1,4 +1,4 @@
-"""A load of one HTTP request at a fixed concurrency, by one thread."""
+"""A single-threaded load of one HTTP request at a fixed concurrency."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Connection:
 
 
 def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list[float]:
-    """Return the seconds that each request took, of a load of this duration.
+    """Send a request repeatedly for some seconds, and return the seconds that each took.
 
     Raises:
         LoadFailed: A request failed.

@@ -1,4 +1,4 @@
-"""`python -m bench peers`: shmserve beside the Python servers that newcomers compare."""
+"""`python -m bench peers`: a comparison of shmserve with other Python model servers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _image(parameters: dict[str, object], tensor: bytes = b"") -> bytes:
 
 @dataclass(frozen=True)
 class Peer:
-    """A server: what pip installs, its command in its environment, and its request of a model."""
+    """A server: the packages that pip installs, its command, and its request to a model."""
 
     packages: tuple[str, ...]
     command: str
@@ -135,9 +135,9 @@ def main(arguments: list[str]) -> int:
 
 
 def install(name: str) -> tuple[float, float]:
-    """Install a server in an environment of its own; return the seconds and MB that it took.
+    """Install a server in an environment of its own; return the seconds and MB that this took.
 
-    An environment is kept for later runs, but for that of this checkout.
+    An environment is kept for later runs, except for this checkout's.
     """
     folder = environment(name)
     record = folder / "installed.json"
@@ -148,7 +148,7 @@ def install(name: str) -> tuple[float, float]:
         before, began = size_mb(folder), time.perf_counter()
         subprocess.run([*pip, *PEERS[name].packages], check=True, stderr=subprocess.DEVNULL)
         record.write_text(json.dumps([time.perf_counter() - began, size_mb(folder) - before]))
-        # The network's runtime, which is not the server's.
+        # The runtime of the network, which is not a dependency of the server.
         subprocess.run([*pip, "onnxruntime", "numpy"], check=True, stderr=subprocess.DEVNULL)
     seconds, size = json.loads(record.read_text())
     return seconds, size
@@ -182,7 +182,7 @@ def measure(name: str, model: str, seconds: float) -> list[float]:
 
 @contextlib.contextmanager
 def running(name: str, model: str, request: bytes) -> Iterator[tuple[int, int]]:
-    """Run a server; yield its first process and its port once it answers."""
+    """Run a server; yield its first process and its port once the server responds."""
     peer = PEERS[name]
     (port,) = free_ports(1)
     scratch = _CACHE / "run"
@@ -219,10 +219,10 @@ def running(name: str, model: str, request: bytes) -> Iterator[tuple[int, int]]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log: Path) -> None:
-    """Send the request, and register the region that it uses, until the server answers.
+    """Send the request, and register the region that it uses, until the server responds.
 
     Raises:
-        ServerFailed: The server has ended, or does not answer in time.
+        ServerFailed: The server has exited, or does not respond in time.
     """
     body = json.dumps({"key": f"/{_REGION}", "offset": 0, "byte_size": _IMAGE.nbytes}).encode()
     register = post(f"/v2/systemsharedmemory/region/{_REGION}/register", body)
@@ -245,7 +245,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
 def report(
     found: dict[tuple[str, str], list[list[float]]], installed: dict[str, tuple[float, float]]
 ) -> None:
-    """Print a table in Markdown for each model, and the installations."""
+    """Print a Markdown table for each model, and the installation figures."""
     for model, title in (("simple", "Two arrays of 16 numbers"), ("image", "An image of 600 KB")):
         print(f"\n| {title} | 1 in flight: p50, p99 in ms | 16 in flight: requests/s |", end="")
         print(" p50, p99 in ms | CPU per request in us | memory in MB |\n|---|---|---|---|---|---|")
@@ -264,7 +264,7 @@ def report(
 
 
 def write_network(path: Path) -> None:
-    """Write a network of two convolutions in ONNX: an image (n, 3, 224, 224) to 10 scores."""
+    """Write an ONNX network of two convolutions from an image (n, 3, 224, 224) to 10 scores."""
     from onnx import TensorProto, helper, numpy_helper, save_model
 
     random = np.random.default_rng(0)

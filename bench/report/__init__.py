@@ -1,1 +1,1 @@
-"""The results: as JSON, as text, and as a picture."""
+"""The results of the benchmark: as JSON, as text, and as a picture."""

@@ -1,4 +1,4 @@
-"""Results as text and as a picture: shmserve beside Triton, and the queue's real delay."""
+"""The results as text and as a picture: ratios of shmserve to Triton, and queue delays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BAR = 40
 
 
 def render(results: Results) -> str:
-    """Return the whole report, which ends with a newline."""
+    """Return the complete report as text, which ends with a newline."""
     cells = [_cells(row) for row in results.rows if MACHINE not in row.samples]
     parts = [_preamble(results), table(_HEAD, cells) if cells else ""]
     parts += [_memcpy(results), _delays(results)]
@@ -108,7 +108,7 @@ def _memcpy(results: Results) -> str:
 
 
 def _delays(results: Results) -> str:
-    """Return a histogram of each server, with the same buckets."""
+    """Return a text histogram of each server's queue delays, with the same buckets."""
     parts = []
     for server, delays in results.raw_delays_us.items():
         rows = [f"time in {server}'s queue for a delay of 100 µs, {len(delays)} single requests"]
@@ -146,7 +146,7 @@ def _change(before: Row, after: Row) -> tuple[str, ...]:
 
 
 def _judged(figure: Figure, old: Spread | None, new: Spread | None) -> str:
-    """Return `better` or `worse` if the samples of the two do not overlap, else ""."""
+    """Return `better` or `worse` if the old and new samples do not overlap, else ""."""
     if old is None or new is None or (new.low <= old.high and old.low <= new.high):
         return ""
     return "better" if (new.median > old.median) == (figure.better == "higher") else "worse"
@@ -157,7 +157,11 @@ _LONGEST_DELAY_US = 600
 
 
 def draw(results: Results, path: Path) -> str | None:
-    """Write the picture (SVG or PNG, by suffix); the reason, where it cannot be drawn."""
+    """Write the picture (SVG or PNG, by suffix).
+
+    Returns:
+        The reason if the picture cannot be drawn; None on success.
+    """
     try:
         import matplotlib as mpl
 
@@ -181,7 +185,7 @@ def draw(results: Results, path: Path) -> str | None:
 
 
 def _ratios(axes: Axes, rows: list[Row], results: Results) -> None:
-    """Draw one line per load: the speed relative to Triton; right is better."""
+    """Draw one line per load: the speed of shmserve relative to Triton; right is better."""
     for place, row in enumerate(reversed(rows)):
         ratio = row.ratio()
         assert ratio is not None

@@ -17,7 +17,7 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a figure: of the ratio shmserve / Triton, or of shmserve's own value."""
+    """The target of a figure: for the ratio shmserve / Triton, or for shmserve's own value."""
 
     of: Literal["ratio", "value", "nothing"] = "nothing"
     must: float | None = None
@@ -26,7 +26,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the report."""
+    """One line of the report: what is measured, its unit and its target."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Figure:
     target: Target = Target()
 
 
-# The keys of Row.samples: the product of the samples.
+# The keys of `Row.samples`: the product that a sample was measured with.
 US, PEER, MACHINE = "shmserve", "triton", "machine"
 
 
@@ -57,7 +57,7 @@ def spread(samples: list[float]) -> Spread | None:
 
 @dataclass
 class Row:
-    """One figure: the raw samples of each server, in the order they were taken."""
+    """The raw samples of each server for one figure, in the order in which they were taken."""
 
     figure: Figure
     samples: dict[str, list[float]]
@@ -91,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True)
 class NotRun:
-    """Something that could not be measured; `failed` when it should have been."""
+    """A measurement that was not made; `failed` if its attempt failed."""
 
     what: str
     why: str
@@ -100,7 +100,7 @@ class NotRun:
 
 @dataclass
 class Results:
-    """One run of the benchmark."""
+    """The results of one run of the benchmark."""
 
     date: str
     machine: dict[str, str | float]
@@ -112,13 +112,13 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the results as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
 def load(path: Path) -> Results:
-    """Read what `save` wrote; raises `OSError`, or `ValueError` for anything else."""
+    """Read the results that `save` wrote. Raises OSError, or ValueError for another file."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         rows = [_row(row) for row in found.pop("rows")]

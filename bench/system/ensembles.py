@@ -1,4 +1,4 @@
-"""Ensembles of small Python models, written into a folder: a chain, a diamond, steps that sleep.
+"""Ensembles of small Python models for the benchmark.
 
 chain      three steps with 64 bytes between them
 diamond    fork -> left, right -> join, with 64 KiB between them
@@ -38,7 +38,7 @@ NAPS = ("naps", ("nap_a", "nap_b", "nap_c"))
 
 
 def write(folder: Path) -> None:
-    """Make all of them in `folder`."""
+    """Write all ensembles and their steps' models into `folder`."""
     for (name, steps), body in ((CHAIN, _SUM), (NAPS, _NAP)):
         tensors = ["INPUT0", "first", "second", "OUTPUT0"]
         for step in steps:

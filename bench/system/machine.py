@@ -12,7 +12,11 @@ _PACKAGES = ("shmserve", "torch", "numpy", "pyzmq", "msgpack", "aiohttp", "uvloo
 
 
 def describe() -> dict[str, str | float]:
-    """Return processor, cores, memory (GiB), kernel, and the load (1 min) before the benchmark."""
+    """Return a description of the machine before the benchmark.
+
+    Returns:
+        The processor, cores, memory (GiB), kernel, and the load average of 1 minute.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "processor": _processor(),

@@ -1,4 +1,4 @@
-"""The peer's programs, as peer_setup.sh put them: where they are, and why they do not run."""
+"""Triton's programs, as peer_setup.sh installs them: their paths, and errors if they do not run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SITE = "triton/lib/python3.11/site-packages"
 
 
 class Missing(Exception):
-    """A part of the peer is missing or does not run; the message has the remedy."""
+    """A Triton program is missing or does not run; the message has the remedy."""
 
 
 @dataclass(frozen=True)
 class TritonFiles:
-    """A Triton with the Python backend, in the folder that peer_setup.sh filled."""
+    """A Triton server with the Python backend, in the folder that peer_setup.sh filled."""
 
     folder: Path
     libpython: str
@@ -31,11 +31,11 @@ class TritonFiles:
 
     @property
     def backends(self) -> Path:
-        """Return its --backend-directory."""
+        """Return the folder for tritonserver's --backend-directory."""
         return self.folder / "backends"
 
     def environment(self) -> dict[str, str]:
-        """Return its variables: its own Python, and the libraries of its wheel."""
+        """Return the environment variables: Triton's own Python, and the libraries of its wheel."""
         venv = self.folder / "triton"
         return os.environ | {
             "PATH": f"{venv / 'bin'}:{os.environ.get('PATH', '')}",
@@ -46,14 +46,17 @@ class TritonFiles:
 
 @dataclass(frozen=True)
 class Analyzer:
-    """Triton's load generator."""
+    """Triton's load generator, perf_analyzer."""
 
     binary: Path
     libraries: Path
     version: str
 
     def environment(self) -> dict[str, str]:
-        """Return its variables: the CUDA runtime that it links against, also without a GPU."""
+        """Return the environment variables.
+
+        They name the CUDA runtime that perf_analyzer links against, also without a GPU.
+        """
         return os.environ | {"LD_LIBRARY_PATH": str(self.libraries)}
 
 

@@ -17,7 +17,7 @@ _WAIT_S = 0.01
 
 @dataclass(frozen=True)
 class Process:
-    """A living process at one moment; (pid, started) names it even after the pid is reused."""
+    """A process at one moment; (pid, started) identifies it even after the pid is reused."""
 
     pid: int
     parent: int
@@ -86,9 +86,9 @@ def shm_files(members: list[Process]) -> set[Path]:
 
 
 def outsiders_mapping(library: str, root: int) -> int:
-    """Return the number of processes outside the tree of `root` that have mapped a file.
+    """Return the number of processes outside the tree of `root` that have mapped a library.
 
-    They share its pages, so they make the tree's proportional memory look smaller than it is alone.
+    They share its pages, so the tree's proportional memory is smaller than it would be alone.
     """
     inside = {p.pid for p in tree(root)}
     return sum(
@@ -97,12 +97,12 @@ def outsiders_mapping(library: str, root: int) -> int:
 
 
 def living(members: list[Process]) -> list[Process]:
-    """Return the processes of `members` that still run, without other processes of equal pid."""
+    """Return the processes of `members` that still run; a reused pid does not count."""
     return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
 
 
 def wait_exited(members: list[Process], timeout_s: float) -> bool:
-    """Wait until all of `members` have ended; return False after the time limit."""
+    """Wait until all of `members` have exited; return False after the time limit."""
     deadline = time.monotonic() + timeout_s
     while living(members):
         if time.monotonic() > deadline:
@@ -112,7 +112,7 @@ def wait_exited(members: list[Process], timeout_s: float) -> bool:
 
 
 def signal_all(members: list[Process], number: int) -> list[Process]:
-    """Send a signal to those of `members` that still live, and return them."""
+    """Send a signal to the processes of `members` that still run, and return these."""
     reached = living(members)
     for process in reached:
         with contextlib.suppress(ProcessLookupError):

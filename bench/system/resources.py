@@ -19,7 +19,7 @@ _ESTABLISHED = "01"
 
 @dataclass
 class Sample:
-    """Return the resources of each kind of process, by title.
+    """The resources of a server's processes at one moment, by process title.
 
     Processes with the same title are added. The memory is the proportional set size in MB without
     mapped files, which other programs also map. Descriptors are counted without the TCP connections
@@ -53,7 +53,7 @@ def sample(root: int) -> Sample:
 
 
 def _established() -> set[str]:
-    """Return the established TCP connections, whose number is that of the clients."""
+    """Return the established TCP connections, which are those of the clients."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -68,17 +68,17 @@ def _counts(fd: os.DirEntry[str], established: set[str]) -> bool:
     return False
 
 
-# The allowed absolute difference between two parts of a run, beside the allowed share.
+# The allowed absolute growth between two parts of a run, in addition to the allowed share.
 _SLACK = {"memory_mb": 2.0, "descriptors": 2, "threads": 1}
 _SHARE = 0.05
 _SHM_SLACK_MB = 1.0
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:
-    """Return one line for each resource that has grown.
+    """Return a line for each resource that has grown.
 
     The last third of `samples` is compared with the second third, since caches fill during the
-    first one. Processes that did not run during all samples are omitted.
+    first third. Processes that did not run during all samples are omitted.
     """
     third = len(samples) // 3
     if not third:

@@ -1,4 +1,4 @@
-"""Starting and stopping the servers under test, each a session of its own with ports of its own."""
+"""The servers under test, each of which runs in its own session with its own ports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POLL_MS = 5
 
 
 class ServerFailed(Exception):
-    """The server did not start, or died; the text has the end of its log."""
+    """The server did not start, or exited; the text has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Ports:
     metrics: int
 
     def flags(self) -> list[str]:
-        """Return the flags of both products for these ports."""
+        """Return the command-line flags of both products for these ports."""
         listeners = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
         addresses = [f"--{listener}-address=127.0.0.1" for listener, _ in listeners]
         return addresses + [f"--{listener}-port={port}" for listener, port in listeners]
 
 
 class Product(Protocol):
-    """Something that can be started: what differs between shmserve and Triton."""
+    """A server program to start; subclasses have the differences between shmserve and Triton."""
 
     @property
     def name(self) -> str:
-        """Return the name in the report."""
+        """Return the product's name in the report."""
 
     def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
         """Return the command line that serves `repository`; `scratch` is a private folder."""
@@ -66,7 +66,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Shmserve:
-    """This checkout, in this interpreter."""
+    """This checkout's server, in this interpreter."""
 
     name: str = "shmserve"
 
@@ -93,13 +93,13 @@ class Triton:
         return [str(self.files.binary), *flags, *ports.flags()]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the files' installation."""
+        """Return the environment variables of the Triton installation."""
         return self.files.environment()
 
 
 @dataclass
 class Server:
-    """A started server; `ready_s` is the time from starting it to its first ready response."""
+    """A started server; `ready_s` is the time from its start to its first ready response."""
 
     product: Product
     process: subprocess.Popen[bytes]
@@ -114,7 +114,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Return the process that the benchmark has started: the root of the server's tree."""
+        """Return the pid of the root of the server's process tree, which the benchmark started."""
         return self.process.pid
 
     def address(self, listener: str) -> str:
@@ -137,7 +137,8 @@ def running(
 ) -> Iterator[Server]:
     """Start a server with these model folders, and yield it when it is ready.
 
-    What it leaves behind is written to `notes`. Raises `ServerFailed` if it does not become ready.
+    Files that the server leaves behind are listed in `notes`. Raises `ServerFailed` if it does not
+    become ready.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         scratch = Path(folder)
@@ -183,7 +184,7 @@ def leave(number: int, frame: object) -> None:
 
 
 def _wait_ready(server: Server, started: float) -> None:
-    """Ask until it is ready; between two questions wait for its death, not just for time."""
+    """Poll the server until it is ready, or until its process has exited."""
     with server.client() as client, _death_of(server.process) as death:
         while not client.is_ready():
             if death.poll(_POLL_MS):
@@ -195,7 +196,7 @@ def _wait_ready(server: Server, started: float) -> None:
 
 @contextlib.contextmanager
 def _death_of(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
-    """Return a descriptor that becomes readable when the process exits."""
+    """Yield a poll object that becomes ready when the process exits."""
     descriptor = os.pidfd_open(process.pid)
     try:
         poll = select.poll()

@@ -1,6 +1,6 @@
-"""Writes a small TorchScript network into a folder: `python -m bench.system.torch_model DIR`.
+"""A program that writes a small TorchScript network: `python -m bench.system.torch_model DIR`.
 
-A program of its own, because a process that has torch loaded shares its pages with the server
+It is a separate program, because a process that has loaded torch shares its pages with the server
 under test and would make the server's proportional memory look smaller than it is.
 """
 
@@ -21,7 +21,7 @@ instance_group [ { kind: KIND_CPU count: 1 } ]
 
 
 def write(folder: Path) -> None:
-    """Make `folder` the model `torch`: FP32 [n, 1, 8, 8] to FP32 [n, 10], two convolutions."""
+    """Write the model `torch`: FP32 [n, 1, 8, 8] to FP32 [n, 10] by two convolutions."""
     import torch
     from torch import nn
 

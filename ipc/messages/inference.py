@@ -166,7 +166,7 @@ class Failed:
     """Sent by a scheduler to a client when a request has failed; `message` is for the client.
 
     `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
-    worker), the request's memory remains in use until `Settled`.
+    worker), the request's memory remains in use until `Settled`. `spans` are as in `Finished`.
     """
 
     id: int
@@ -174,6 +174,7 @@ class Failed:
     message: str
     retry_after_s: int
     early: bool
+    spans: bytes = field(default=b"", compare=False)
 
 
 @message

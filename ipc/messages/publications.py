@@ -11,7 +11,7 @@ once: `SNAPSHOT` carries the current state, `SEQUENCES` one `SequenceReached` fo
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport.frames import message
@@ -361,14 +361,9 @@ ModelEvent = ModelChanged | LoadRefused | InstancesChanged | ModelCounted
 ProcessEvent = ProcessStarted | ProcessEnded
 RegionEvent = RegionRegistered | RegionUnregistered | RegionBlamed
 TOPICS: dict[type[Any], str] = {
-    ModelChanged: MODELS,
-    LoadRefused: MODELS,
-    InstancesChanged: MODELS,
-    ProcessStarted: PROCESSES,
-    ProcessEnded: PROCESSES,
-    RegionRegistered: REGIONS,
-    RegionUnregistered: REGIONS,
-    RegionBlamed: REGIONS,
+    **dict.fromkeys((ModelChanged, LoadRefused, InstancesChanged), MODELS),
+    **dict.fromkeys(get_args(ProcessEvent), PROCESSES),
+    **dict.fromkeys(get_args(RegionEvent), REGIONS),
     HealthChanged: HEALTH,
     ModelCounted: COUNTERS,
 }

@@ -170,7 +170,7 @@ def unpack_range(raw: Any) -> Range:
         raise MalformedMessage(f"not a memory range: {error}") from error
     memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
     if not fits(offset, byte_size, memory.byte_size):
-        raise MalformedMessage("a memory range lies outside its memory")
+        raise MalformedMessage("a memory range exceeds its memory")
     if len(_RANGES) >= _MOST_RANGES:
         _RANGES.clear()
     found = _RANGES[packed, offset, byte_size] = Range(memory, offset, byte_size)
@@ -184,14 +184,14 @@ def unpack_memory(packed: bytes) -> Memory:
         MalformedMessage: The bytes are not a packed memory.
     """
     if type(packed) is not bytes or len(packed) > _LONGEST_MEMORY:
-        raise MalformedMessage("a memory is no bytes, or has too many")
+        raise MalformedMessage("a memory is not encoded as bytes, or is too long")
     try:
         ident, pid, byte_size, *rest = msgpack.unpackb(packed)
         if len(rest) == 3:
             device, handle, uuid = rest
             numbers: tuple[Any, ...] = (ident, pid, byte_size, device)
             if type(handle) is not bytes or type(uuid) is not bytes:
-                raise MalformedMessage("a memory on a device is wrong")
+                raise MalformedMessage("a memory on a device is malformed")
             cuda = CudaHandle(handle, device, uuid)
             memory = Memory.on_device(ident, byte_size, cuda, pid)
         else:
@@ -204,7 +204,7 @@ def unpack_memory(packed: bytes) -> Memory:
     except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
         raise MalformedMessage(f"not a memory: {error}") from error
     if any(type(number) is not int for number in numbers):
-        raise MalformedMessage("a memory holds something that is not an integer")
+        raise MalformedMessage("a memory contains a value that is not an integer")
     return memory
 
 

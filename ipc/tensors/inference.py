@@ -189,10 +189,10 @@ class ResponseSchema:
 def _tensor_schema(raw: Any) -> TensorSchema:
     name, datatype, shape = raw
     if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
-        raise MalformedMessage("a tensor's name, datatype or shape is wrong")
+        raise MalformedMessage("a tensor's name, datatype or shape is malformed")
     for dim in shape:
         if type(dim) is not int or dim < 0:
-            raise MalformedMessage("a tensor's dimension is wrong")
+            raise MalformedMessage("a tensor's dimension is malformed")
     return tensor_schema(name, datatype, tuple(shape))
 
 
@@ -205,13 +205,13 @@ def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSch
 def _output_schema(raw: Any) -> OutputSchema:
     name, kind = raw
     if type(name) is not str or kind not in (_ANYWHERE, _PLACED, _PLACED_OR_INPUT):
-        raise MalformedMessage("a requested output is wrong")
+        raise MalformedMessage("a requested output is malformed")
     return OutputSchema(name, kind != _ANYWHERE, kind == _PLACED_OR_INPUT)
 
 
 def _checked_parameters(parameters: Any) -> dict[str, Any]:
     if type(parameters) is not dict or not all(type(key) is str for key in parameters):
-        raise MalformedMessage("a request's parameters are wrong")
+        raise MalformedMessage("a request's parameters are malformed")
     return parameters
 
 

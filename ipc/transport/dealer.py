@@ -6,6 +6,7 @@ messages of a link as one frame.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import socket
@@ -55,7 +56,8 @@ class Dealer:
         greeting = bytearray(zmtp.GREETING + zmtp.ready("DEALER", identity.encode()))
         self._connection = Connection(sock, self._poll, greeting)
         self.connected = True
-        self._write(b"")
+        with contextlib.suppress(OSError):
+            self._connection.push()
 
     def flush(self) -> bool:
         """Send the queued messages as one frame.
@@ -70,20 +72,20 @@ class Dealer:
             return True
         messages = pending[:]
         pending.clear()
-        return self._write(zmtp.frame(pack(messages)))
+        return self._write(pack(messages))
 
     def send(self, message: Any) -> bool:
         """Call `post` and `flush`."""
         if self.pending:
             self.post(message)
             return self.flush()
-        return self._write(zmtp.frame(pack((message,))))
+        return self._write(pack((message,)))
 
-    def _write(self, data: bytes) -> bool:
+    def _write(self, frame: bytes) -> bool:
         if self._connection is None:
             return False
         try:
-            self._connection.send(data)
+            self._connection.send(frame)
         except OSError:
             # Messages that the peer sent before it closed are still read; the end is detected
             # there.
@@ -97,7 +99,8 @@ class Dealer:
         if connection is None:
             return []
         if connection.unsent:
-            self._write(b"")
+            with contextlib.suppress(OSError):
+                connection.push()
         frames = connection.receive()
         messages: list[Any] = []
         for frame in frames or ():

@@ -51,21 +51,16 @@ class _Kinds(dict[str, _Kind]):
         return self[tag]
 
 
-class _Getters(dict[type[Any], tuple[str, Callable[[Any], Any]]]):
-    """The tag of each message class, and the function that returns the values of its fields."""
+class _Getters(dict[type[Any], Callable[[Any], Any]]):
+    """The function of each message class that returns the tag and the values of the fields."""
 
-    def __missing__(self, cls: type[Any]) -> tuple[str, Callable[[Any], Any]]:
-        _read(_tag(cls), cls)
+    def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
+        _read(cls.TAG, cls)
         return self[cls]
 
 
 _BY_TAG = _Kinds()
 _GETTERS = _Getters()
-
-
-def _tag(cls: type[Any]) -> str:
-    tag: str = getattr(cls, "TAG", cls.__name__)
-    return tag
 
 
 def _plain(kind: Any) -> type[Any]:
@@ -86,7 +81,7 @@ class _Records:
 
     def packed(self, records: list[Any]) -> list[Any]:
         """Return the encoding of the records."""
-        return list(map(self._fields, records)) if records else records
+        return list(map(self._fields, records))
 
     def typed(self, items: list[Any]) -> list[Any]:
         """Return the records; raise MalformedMessage if a field has another type."""
@@ -145,9 +140,11 @@ def message(cls: type[T]) -> type[T]:
     lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
     class's name, or `TAG` if the wire name differs.
     """
-    made = record(cls)
-    _CLASSES[_tag(made)] = made
-    return made
+    made: Any = record(cls)
+    made.TAG = cls.__dict__.get("TAG", cls.__name__)
+    _CLASSES[made.TAG] = made
+    found: type[T] = made
+    return found
 
 
 def _read(tag: str, made: type[Any]) -> None:
@@ -166,23 +163,16 @@ def _read(tag: str, made: type[Any]) -> None:
     )
     needed = sum(f.default is MISSING for f in fields(made))
     _BY_TAG[tag] = (made, list(map(_plain, kinds)), needed, closer, records)
-    _GETTERS[made] = tag, _with_records(_getter(names), records) if records else _getter(names)
-
-
-def _getter(names: list[str]) -> Callable[[Any], Any]:
-    if len(names) > 1:
-        return attrgetter(*names)
-    if not names:
-        return lambda message: ()
-    only = attrgetter(names[0])
-    return lambda message: (only(message),)
+    getter: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
+    _GETTERS[made] = _with_records(getter, records) if records else getter
 
 
 def _with_records(getter: Callable[[Any], Any], within: _Within) -> Callable[[Any], Any]:
     def values(message: Any) -> list[Any]:
         found = list(getter(message))
         for index, kind in within:
-            found[index] = kind.packed(found[index])
+            if found[index + 1]:
+                found[index + 1] = kind.packed(found[index + 1])
         return found
 
     return values
@@ -195,10 +185,7 @@ def tags() -> dict[type[Any], str]:
 
 def pack(messages: Iterable[Any]) -> bytes:
     """Return a frame of `messages`, in order; unencodable text is escaped."""
-    items: list[Any] = [VERSION]
-    for each in messages:
-        tag, values = _GETTERS[type(each)]
-        items.append((tag, *values(each)))
+    items = [VERSION, *[_GETTERS[type(each)](each) for each in messages]]
     frame: bytes
     try:
         frame = _PACKER.pack(items)
@@ -233,24 +220,28 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
     if raw[0] != VERSION:
         raise OtherVersion(raw[0])
     del raw[0]
-    return list(map(_typed, raw))
+    return _typed(raw)
 
 
-def _typed(item: Any) -> Any:
-    if type(item) is not list or not item or type(tag := item[0]) is not str:
-        raise MalformedMessage("not a message")
-    if tag not in _CLASSES:
-        raise MalformedMessage("unknown message")
-    cls, kinds, needed, closer, records = _BY_TAG[tag]
-    del item[0]
-    found = list(map(type, item))
-    complete = found == kinds
-    if not complete and (len(found) < needed or found != kinds[: len(found)]):
-        raise MalformedMessage(f"{tag} has fields of the wrong number or types")
-    for index, check in closer:
-        if (complete or index < len(item)) and not check(item[index]):
-            raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
-    for index, within in records:
-        if (complete or index < len(item)) and item[index] != []:
-            item[index] = within.typed(item[index])
-    return cls(*item)
+def _typed(items: list[Any]) -> list[Any]:
+    """Return the messages that were packed as these items."""
+    messages: list[Any] = []
+    for item in items:
+        if type(item) is not list or not item or type(tag := item[0]) is not str:
+            raise MalformedMessage("not a message")
+        if tag not in _CLASSES:
+            raise MalformedMessage("unknown message")
+        cls, kinds, needed, closer, records = _BY_TAG[tag]
+        del item[0]
+        found = list(map(type, item))
+        complete = found == kinds
+        if not complete and (len(found) < needed or found != kinds[: len(found)]):
+            raise MalformedMessage(f"{tag} has fields of the wrong number or types")
+        for index, check in closer:
+            if (complete or index < len(item)) and not check(item[index]):
+                raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
+        for index, within in records:
+            if (complete or index < len(item)) and item[index] != []:
+                item[index] = within.typed(item[index])
+        messages += [cls(*item)]
+    return messages

@@ -169,7 +169,7 @@ class Router:
                 continue
             connection = peers[peer]
             try:
-                connection.send(zmtp.frame(pack(messages)))
+                connection.send(pack(messages))
             except OSError:
                 connection.unsent.clear()  # the end of the connection is detected when it is read
 

@@ -20,8 +20,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shmserve.ipc.transport import zmtp
-
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 _TELLING = 10
@@ -38,14 +36,6 @@ def ready(socket_type: str, identity: bytes = b"") -> bytes:
     for name, value in ((b"Socket-Type", socket_type.encode()), (b"Identity", identity)):
         body += bytes((len(name),)) + name + _VALUE_SIZE.pack(len(value)) + value
     return bytes((_COMMAND, len(body))) + body
-
-
-def frame(body: bytes) -> bytes:
-    """Return a message of one part."""
-    size = len(body)
-    if size < 256:
-        return b"\0%c%b" % (size, body)
-    return b"\2%b%b" % (_LONG_SIZE.pack(size), body)
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +179,7 @@ class Connection:
     sock: socket.socket
     poll: select.epoll
     unsent: bytearray
-    decoder: zmtp.Decoder = field(default_factory=zmtp.Decoder)
+    decoder: Decoder = field(default_factory=Decoder)
     identity: bytes | None = None
     malformed: int = 0
     most_unsent: int = sys.maxsize  # a peer with more unread output is not read
@@ -199,8 +189,17 @@ class Connection:
         self.sock.setblocking(False)
         self.poll.register(self.sock, self.events)
 
-    def send(self, data: bytes) -> None:
-        """Send, or buffer what the peer does not read yet; raise OSError if the peer is gone."""
+    def send(self, body: bytes) -> None:
+        """Send a message of one part, or buffer what the peer does not read yet.
+
+        Raises:
+            OSError: The peer is gone.
+        """
+        size = len(body)
+        if size < 256:
+            data, size = b"\0%c%b" % (size, body), size + 2
+        else:
+            data, size = b"\2%b%b" % (_LONG_SIZE.pack(size), body), size + 9
         if self.unsent:
             self.unsent += data
             self.push()
@@ -209,7 +208,7 @@ class Connection:
             sent = self.sock.send(data)
         except BlockingIOError:
             sent = 0
-        if sent < len(data):
+        if sent < size:
             self.unsent += data[sent:]
             self._watch()
 

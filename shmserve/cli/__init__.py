@@ -21,7 +21,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shmserve import __version__
@@ -76,9 +76,14 @@ def _run(arguments: list[str]) -> int:
         case "--help" | "-h":
             print(_USAGE, end="")
             return 0
+        case "serve":
+            return _serve(arguments)
+        case "check" | "doctor":
+            return _with_server_flags(verb, arguments)
+        case "client":
+            return _client(arguments)
     if verb in _VERBS:
-        _, run = _VERBS[verb]
-        return run(arguments)
+        return _with_own_flags(verb, arguments)
     if verb:
         print(f"shmserve: unknown verb '{verb}'", file=sys.stderr)
     print(_USAGE, end="", file=sys.stderr)
@@ -100,28 +105,22 @@ def _serve(arguments: list[str]) -> int:
     return serve(read(), read)
 
 
-def _with_server_flags(module: str) -> Callable[[list[str]], int]:
-    """Return a verb that also accepts the flags of `serve`.
+def _with_server_flags(name: str, arguments: list[str]) -> int:
+    """Run a verb that also accepts the flags of `serve`.
 
     Its module defines `HELP`, `add_arguments(parser)` and `run(args, parsed)`.
     """
+    verb = importlib.import_module(f"shmserve.cli.{name}")
+    if _asks_for_help(arguments):
+        print(verb.HELP)
+        return 0
+    from shmserve.config import command_line
 
-    def run(arguments: list[str]) -> int:
-        verb = importlib.import_module(f"shmserve.cli.{module}")
-        if _asks_for_help(arguments):
-            print(verb.HELP)
-            return 0
-        from shmserve.config import command_line
-
-        parser = argparse.ArgumentParser(
-            prog=f"shmserve {module}", add_help=False, allow_abbrev=False
-        )
-        verb.add_arguments(parser)
-        args, rest = parser.parse_known_args(arguments)
-        status: int = verb.run(args, command_line.parse(rest))
-        return status
-
-    return run
+    parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
+    verb.add_arguments(parser)
+    args, rest = parser.parse_known_args(arguments)
+    status: int = verb.run(args, command_line.parse(rest))
+    return status
 
 
 def _asks_for_help(arguments: list[str]) -> bool:
@@ -134,81 +133,62 @@ def _client(arguments: list[str]) -> int:
     return client.run(arguments)
 
 
-def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
-    """Return a verb whose module defines `add_arguments(parser)` and `run(args)`."""
-
-    def run(arguments: list[str]) -> int:
-        verb = importlib.import_module(f"shmserve.cli.{module}")
-        parser = argparse.ArgumentParser(
-            prog=f"shmserve {module}", description=description, allow_abbrev=False
-        )
-        verb.add_arguments(parser)
-        status: int = verb.run(parser.parse_args(arguments))
-        return status
-
-    return run
+def _with_own_flags(name: str, arguments: list[str]) -> int:
+    """Run a verb whose module defines `add_arguments(parser)` and `run(args)`."""
+    verb = importlib.import_module(f"shmserve.cli.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
+    )
+    verb.add_arguments(parser)
+    status: int = verb.run(parser.parse_args(arguments))
+    return status
 
 
-# The usage line and the function of each verb.
-_VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "serve": ("run a server", _serve),
-    "check": (
-        "load each model of a repository, send a request to it, and report the result",
-        _with_server_flags("check"),
-    ),
-    "doctor": (
-        "check the host for a server, and print advice for each problem",
-        _with_server_flags("doctor"),
-    ),
+# The line of each verb in the usage, and the description of a verb with only its own flags.
+_VERBS = {
+    "serve": ("run a server", ""),
+    "check": ("load each model of a repository, send a request to it, and report the result", ""),
+    "doctor": ("check the host for a server, and print advice for each problem", ""),
     "client": (
         "send a request to a server: infer, ready, models, load, unload, stats, config, regions",
-        _client,
+        "",
     ),
     "events": (
         "print the state of a server, and its changes",
-        _verb_of(
-            "events", "Print the models, processes and regions of a server, and their changes."
-        ),
+        "Print the models, processes and regions of a server, and their changes.",
     ),
     "grafana": (
         "print a dashboard for Grafana, or alert rules for Prometheus",
-        _verb_of("grafana", "Print a dashboard of the metrics for Grafana to import."),
+        "Print a dashboard of the metrics for Grafana to import.",
     ),
     "guide": (
         "show or search the guide: models, clients, operation",
-        _verb_of("guide", "Show a page of the guide; without a topic its contents."),
+        "Show a page of the guide; without a topic its contents.",
     ),
     "kserve": (
         "print the manifest of a ServingRuntime for KServe",
-        _verb_of("kserve", "Print the manifest of a ServingRuntime, by which KServe runs servers."),
+        "Print the manifest of a ServingRuntime, by which KServe runs servers.",
     ),
     "perf": (
         "measure the throughput and latency of a model",
-        _verb_of(
-            "perf", "Send requests to a model of any v2 server, and print throughput and latency."
-        ),
+        "Send requests to a model of any v2 server, and print throughput and latency.",
     ),
     "profile": (
         "print the time of each phase of a text generation",
-        _verb_of(
-            "profile", "Watch a model that generates text, and print where its steps spend time."
-        ),
+        "Watch a model that generates text, and print where its steps spend time.",
     ),
     "systemd": (
         "install, show or remove the systemd units of a server",
-        _verb_of("systemd", "Write, show or remove the units by which systemd runs a server."),
+        "Write, show or remove the units by which systemd runs a server.",
     ),
     "top": (
         "show the load of a server in a terminal, models with problems first",
-        _verb_of("top", "Show the load of a server's models, those with problems first."),
+        "Show the load of a server's models, those with problems first.",
     ),
     "tune": (
         "find the configuration with the highest throughput within a latency target",
-        _verb_of(
-            "tune",
-            "Load a model with one configuration after the other, and print the one with the "
-            "highest throughput within a latency target.",
-        ),
+        "Load a model with one configuration after the other, and print the one with the highest "
+        "throughput within a latency target.",
     ),
 }
 

@@ -50,6 +50,6 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def write_file(flag: str, path: str, text: str) -> None:
-    """Write the file that a flag names. Raises InvalidArgument."""
+    """Write `text` to the path that a flag was given. Raises InvalidArgument."""
     with refused(f"--{flag}: cannot write '{path}'"):
         Path(path).write_text(text)

@@ -45,7 +45,7 @@ from shmserve.supervisor.main import hold_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
-_OF_TEXT = ("llm", "vllm")  # backends that receive a prompt
+_OF_TEXT = ("llm", "vllm")  # backends whose models receive a text prompt
 _MADE_UP = (
     "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
     "asks with others"
@@ -72,7 +72,7 @@ _STATUSES = {"ok": 0, "refused": 0, "differs": 1, "FAILED": 2}
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """The outcome for a model, and its message."""
+    """The outcome of the check of a model, and its message."""
 
     outcome: str
     text: str = ""
@@ -121,7 +121,7 @@ async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool =
 
 
 async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool) -> int:
-    """Load and try all models, print a line for each, and return the exit status."""
+    """Load and test all models, print a line for each, and return the exit status."""
     with supervisor.progress:
         await supervisor.models.start()
     found: list[dict[str, Any]] = []
@@ -182,7 +182,8 @@ class _Model:
         """
         try:
             requests = self._requests()
-        except (MemoryError, OverflowError, ValueError):  # ValueError: larger than a message
+        # ValueError: the tensor is larger than a message.
+        except (MemoryError, OverflowError, ValueError):
             return _Verdict("refused", "not tried: a batch of zeros is too large to be sent")
         verdicts = (self._ask(*request) for request in requests)
         return next((each for each in verdicts if each.outcome != "ok"), _Verdict("ok"))
@@ -215,7 +216,7 @@ class _Model:
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
     def _ask(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
-        """Return the outcome of a request with these inputs."""
+        """Send a request with these inputs and return its outcome."""
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
@@ -243,7 +244,7 @@ class _Model:
                     match message:
                         case Failed(message=error):
                             return _Verdict(outcome, error + made_up)
-                        case Responded(code="", schema=b""):  # the end, without a response
+                        case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
                         case Responded(message=error, code=code) if code:
                             return _Verdict(outcome, error + made_up)
@@ -300,5 +301,5 @@ def _zeros(signature: Signature, name: str) -> TensorRef:
     spec = signature.inputs[name]
     dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
     shape = (1, *dims) if signature.max_batch_size > 0 else dims
-    item = ITEM_SIZE[spec.datatype] or 4  # the length prefix of an empty string
+    item = ITEM_SIZE[spec.datatype] or 4  # or the length prefix of an empty string
     return TensorRef(name, spec.datatype, shape, bytes(element_count(shape) * item))

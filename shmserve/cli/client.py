@@ -85,7 +85,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
 
 
 def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
-    """Call the operation of a verb, and return the objects to print."""
+    """Call the transport's operation for a verb, and return the objects to print."""
     given = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
     answer = getattr(server, name)(*given)
     if name == "ready":

@@ -15,7 +15,8 @@ from shmserve.supervisor.checks import OK, WARNING, WRONG, Verdict, table
 from shmserve.supervisor.checks.access import gather_peer, judge_peer
 
 _WIDTH = 80
-_CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")  # where a fix may be broken, outside commands
+# Positions in a text, outside commands, at which a line may be broken.
+_CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")
 _STATUS = {OK: 0, WARNING: 1, WRONG: 2}
 
 

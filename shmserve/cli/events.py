@@ -85,7 +85,7 @@ def _text(event: Any) -> str:
         case m.LoadRefused(name, reason):
             return f"model {name}: not loaded{_because(reason)}"
         case m.InstancesChanged(name, version, before, count, reason):
-            change = f"{count} instances, was {before}{_because(reason)}"
+            change = f"{count} instances (before: {before}){_because(reason)}"
             return f"model {name} version {version}: {change}"
         case m.ProcessStarted(pid, title):
             return f"process {pid} {title}: runs"

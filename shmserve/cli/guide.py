@@ -134,7 +134,8 @@ def _described(module: ModuleType, thing: Any) -> Iterator[str]:
 def _function(name: str, function: Any) -> Iterator[str]:
     signature = str(inspect.signature(function)) if isinstance(function, FunctionType) else ""
     signature = re.sub(r"\(self(, /)?(, )?", "(", signature, count=1)
-    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)  # annotations are strings there
+    # Annotations are strings in this signature.
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
     waits = "await " if inspect.iscoroutinefunction(function) else ""
     yield from textwrap.wrap(f"{waits}{name}{signature}", 96, subsequent_indent=" " * 8)
     yield from (*_indented(inspect.getdoc(function)), "")

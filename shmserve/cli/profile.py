@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shmserve.errors import InvalidArgument, Unavailable
 
 _PREFIX = "shmserve_llm_"
-_WIDTH = 40  # of a bar, in characters
+_WIDTH = 40  # width of a bar in characters
 _PHASES = {
     "schedule": "plan the step (scheduler)",
     "gather": "block tables and copies",
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watch(url: str, token: str, model: str, seconds: float) -> Profile:
-    """Return the profile of a model over `seconds`."""
+    """Observe a model for `seconds` and return its profile."""
     first = _scrape(url, token, model)
     began = last_at = time.monotonic()
     last, throughput = first, []
@@ -106,7 +106,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
-    """Return the samples of a model by name; those of step_seconds by name and phase."""
+    """Return the current metrics of a model by name; those of step_seconds by name and phase."""
     request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")
@@ -155,7 +155,7 @@ def table(model: str, profile: Profile) -> str:
 
 
 def plot(path: str, model: str, profile: Profile) -> None:
-    """Write a chart of the phases and of tokens per second.
+    """Write a chart of the phases and of the tokens per second to a file.
 
     Raise Unavailable without matplotlib.
     """

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_LOW = 10  # lines; smaller terminals show mainly models
-_SILENT_S = 15.0  # a server silent for longer is considered gone
+_LOW = 10  # number of terminal lines below which mainly models are shown
+_SILENT_S = 15.0  # a server that is silent for longer is considered gone
 _AGAIN_S = 1.0
 _KEYS = "sort: h hurts n name r rate f fails w waits p p99  arrows, Enter: open  q: quit"
 _SORTS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     top, console = Top(), Console(highlight=False)
     if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)
-        for _ in range(2):  # the second update has rates
+        for _ in range(2):  # rates are known from the second update on
             top.take(next(events))
         events.close()  # type: ignore[attr-defined]
         console.print(Group(*top.page(len(top.models) + 6)))
@@ -159,7 +159,8 @@ class Top:
         if self.chosen not in keys:
             self.chosen = keys[0] if keys else ""
         head = self._head()[: 1 if height < _LOW else 2]
-        free_lines = max(height - len(head) - 3, 1)  # minus problem, keys and a spare line
+        # The page without the problem, the keys and a spare line.
+        free_lines = max(height - len(head) - 3, 1)
         body = (
             self._model(free_lines) if self.open and self.chosen else self._list(keys, free_lines)
         )
@@ -197,7 +198,7 @@ class Top:
         ]
 
     def _list(self, keys: list[str], free_lines: int) -> list[RenderableType]:
-        """Return the models, and the newest events if there is space."""
+        """Return the lines of the models, and of the newest events if there is space."""
         from rich.text import Text
 
         free_rows = free_lines - 2 - len(keys)
@@ -214,7 +215,7 @@ class Top:
             wide: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
             table.add_column(name, no_wrap=True, overflow="ellipsis", **wide)
         at = keys.index(self.chosen) if self.chosen else 0
-        rows = free_lines - 1  # without the header
+        rows = free_lines - 1  # without the table's header
         first = max(0, min(at - rows // 2, len(keys) - rows))
         for key in keys[first : first + rows]:
             row = self.models[key]
@@ -237,7 +238,7 @@ class Top:
         return [table]
 
     def _happened(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield the events whose subject contains `name`, newest first."""
+        """Yield the events about `name`, newest first, as pairs of time and text."""
         for event in reversed(self.events):
             about = str(event.get("name") or event.get("title") or "")
             if name in about:
@@ -359,7 +360,7 @@ class _Screen:
         ready = dict(poll.poll())
         if stdin in ready:
             pressed = os.read(stdin, 64).decode(errors="replace")
-            for key in _KEY.findall(pressed) or "q":  # no input: the terminal was closed
+            for key in _KEY.findall(pressed) or "q":  # no input means that the terminal was closed
                 self._top.key(key)
         if self._woken in ready:
             os.read(self._woken, 4096)

@@ -116,7 +116,10 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
 
 @contextlib.contextmanager
 def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
-    """Restore the model's configuration on exit, from its folder or by a load request."""
+    """Restore the model's configuration at the end of the block.
+
+    The configuration is read from the model's folder again, or sent in a load request.
+    """
     try:
         yield
     finally:

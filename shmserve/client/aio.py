@@ -35,7 +35,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, TimedOut, Unavailabl
 
 
 class _Turns:
-    """A channel in an event loop, which sends all requests of one iteration together."""
+    """A request channel of an event loop, which sends the requests of an iteration together."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
@@ -65,6 +65,11 @@ class _Turns:
         if not self._closed:
             self.channel.flush()
 
+    def cancel(self, pending: ClientRequest) -> None:
+        """Cancel a request at the end of this iteration of the loop."""
+        self.channel.cancel(pending)
+        self.flush_soon()
+
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
         self._closed = True
@@ -74,7 +79,7 @@ class _Turns:
         """Call `close` in the loop; safe in any thread."""
         try:
             self.loop.call_soon_threadsafe(self.close)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # the event loop is closed
             self.close()
 
 
@@ -138,8 +143,7 @@ class ResponseStream:
         pending = self._pending
         if pending is not None:
             if not pending.finished and not pending.abandoned:
-                self._turns.channel.cancel(pending)
-                self._turns.flush_soon()
+                self._turns.cancel(pending)
             pending.abandon()
 
     async def aclose(self) -> None:
@@ -158,14 +162,8 @@ class ResponseStream:
         pending = self._pending
         if pending is None or pending.finished or pending.abandoned:
             return
-        turns = self._turns
-
-        def cancel() -> None:
-            turns.channel.cancel(pending)
-            turns.flush_soon()
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            turns.loop.call_soon_threadsafe(cancel)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._turns.loop.call_soon_threadsafe(self._turns.cancel, pending)
 
 
 class Server:
@@ -178,7 +176,8 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._turns: _Turns | None = None
-        self._former: list[_Turns] = []  # channels to a predecessor that still answers them
+        # Channels to a former server that still answers their requests.
+        self._former: list[_Turns] = []
 
     @takes(call_of)
     async def infer(self, /, *given: Any, **named: Any) -> Result:
@@ -204,7 +203,7 @@ class Server:
         turns, built = await self._connected(), None
         try:
             await self._loaded(turns, *call)
-            built = self._session.built(turns.connection, *call)
+            built = self._session.built(turns.connection, call)
             return await self._infer(turns, built)
         except TimedOut:
             raise
@@ -214,7 +213,7 @@ class Server:
                 raise
         turns = await self._connected()
         await self._loaded(turns, *call)
-        return await self._infer(turns, self._session.built(turns.connection, *call))
+        return await self._infer(turns, self._session.built(turns.connection, call))
 
     async def _loaded(self, turns: _Turns, *call: Any) -> None:
         model, _, _, version, options, _ = call
@@ -239,17 +238,12 @@ class Server:
             else:
                 await future
         except TimeoutError:
-            self._cancel(turns, pending)
+            turns.cancel(pending)
             raise TimedOut(LATE) from None
         except asyncio.CancelledError:
-            self._cancel(turns, pending)
+            turns.cancel(pending)
             raise
         return pending.result()
-
-    @staticmethod
-    def _cancel(turns: _Turns, pending: ClientRequest) -> None:
-        turns.channel.cancel(pending)
-        turns.flush_soon()
 
     @takes(call_of)
     def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
@@ -271,7 +265,7 @@ class Server:
         async def begin(on_item: Callable[[], None]) -> tuple[_Turns, ClientStream]:
             turns = await self._connected()
             await self._loaded(turns, *call)
-            built = self._session.built(turns.connection, *call, stream=True)
+            built = self._session.built(turns.connection, call, stream=True)
             pending = turns.channel.start(ClientStream(turns.channel, built, on_item))
             turns.flush_soon()
             return turns, pending

@@ -45,7 +45,7 @@ from shmserve.ipc.messages.publications import (
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 
-_LARGEST = 4 * 1024 * 1024  # bytes of a packet
+_LARGEST = 4 * 1024 * 1024  # maximum size of a packet in bytes
 # The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 GONE = "the server is no longer running"
@@ -76,7 +76,7 @@ class ListenerLink:
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
 
     def settled(self) -> None:
-        """Remove the timeout after the server's welcome."""
+        """Remove the timeout, after the server's welcome was received."""
         self._socket.settimeout(None)
 
     def fileno(self) -> int:
@@ -107,9 +107,10 @@ class ListenerLink:
         """Check whether the server has closed the connection; safe in any thread."""
         poll = select.poll()
         try:
-            poll.register(self._socket, 0)  # POLLHUP is always reported
+            # POLLHUP is always reported, whatever events are polled for.
+            poll.register(self._socket, 0)
             return bool(poll.poll(0))
-        except (OSError, ValueError):  # closed concurrently
+        except (OSError, ValueError):  # the socket was closed by another thread
             return True
 
     # --- control requests
@@ -201,7 +202,8 @@ class ServerConnection(ServerState):
         """
         super().__init__()
         self.pid = os.getpid()
-        self._outlived = run_dir.is_socket()  # the listener's socket outlives the server
+        # Whether the listener's socket outlives the server, as with systemd.
+        self._outlived = run_dir.is_socket()
         self._on_nudge = on_nudge
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
@@ -226,7 +228,7 @@ class ServerConnection(ServerState):
     # --- messages of the listener
 
     def _informed(self) -> bool:
-        """Process the server's next messages; return True once the initial state is complete."""
+        """Process the server's next messages; return whether the initial state is complete."""
         informed = False
         for message in self._link.receive():
             match message:
@@ -234,20 +236,16 @@ class ServerConnection(ServerState):
                     self.identity = f"{number}.{token}"
                 case m.ModelPublished():
                     self.models.publish(message)
-                    self._acknowledge(message.acknowledge)
-                case m.ModelOnDemand(name, acknowledge):
+                case m.ModelOnDemand(name):
                     self.models.on_demand.add(name)
-                    self._acknowledge(acknowledge)
-                case m.ModelWithdrawn(name, version, acknowledge):
+                case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
-                    self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
                     self.on_scheduler_lost(endpoint, successor)
                 case OwnerExited(pid):
                     self.mappings.drop_process(pid)
-                case ServerEnding(acknowledge):
+                case ServerEnding():
                     self.draining = True
-                    self._acknowledge(acknowledge)
                 case HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
@@ -255,6 +253,8 @@ class ServerConnection(ServerState):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
+            if number := getattr(message, "acknowledge", 0):
+                self._link.send_message(Acknowledged(number))
         return informed
 
     def has_successor(self) -> bool:
@@ -265,20 +265,21 @@ class ServerConnection(ServerState):
         """Check whether the server has closed the connection; safe in any thread."""
         return self._link.ended() or not self.alive
 
-    def _acknowledge(self, number: int) -> None:
-        if number > 0:
-            self._link.send_message(Acknowledged(number))
-
     # --- control requests
 
     def _ask(self, asking: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
-        """Send the message that `asking` returns for a number; return or raise the response."""
+        """Send a control request and wait for its response.
+
+        Args:
+            asking: Returns the message, and the descriptors to pass, for a request number.
+        """
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
         self._link.send_message(*asking(number))
-        if self.is_current_thread():  # called by a future's callback
+        # The caller is a callback of a future, in the connection's thread.
+        if self.is_current_thread():
             self._read_until(response)
         payload: dict[str, Any] = response.result()
         return payload
@@ -378,9 +379,11 @@ class ServerConnection(ServerState):
         """
         if self.pid != os.getpid():
             return  # a forked child; the parent owns the connection
-        self.alive = False  # first, because schedulers cut off a gone client immediately
+        # Before the rest, because schedulers cut off a client that has disconnected.
+        self.alive = False
         self._link.shut_down()
-        if self.is_current_thread():  # closed by a future's callback
+        # The caller is a callback of a future, in the connection's thread.
+        if self.is_current_thread():
             self.wake_all()
         else:
             self._thread.join()

@@ -30,7 +30,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     if named:
         path = Path(named)
         if not os.path.lexists(path):
-            raise Disconnected(f"no server: there is no run directory {path}")
+            raise Disconnected(f"no server is running: there is no run directory {path}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
             raise _ended(path)
         return path
@@ -42,20 +42,22 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     if len(running) > 1:
         shown = "; ".join(" ".join([str(path), *addresses(path)]) for path in running)
         raise InvalidArgument(
-            f"{len(running)} servers of this user's run, so the run directory of one must be named "
-            f"(--run-dir, {VARIABLE} or connect(DIR)): {shown}"
+            f"{len(running)} servers are running for this user; choose one with --run-dir, "
+            f"{VARIABLE} or connect(DIR): {shown}"
         )
     if running:
         return running[0]
     if usual in found:
         raise _ended(usual)
     if os.path.lexists(usual):
-        raise InvalidArgument(f"{usual} belongs to another user: name it explicitly to use it")
+        raise InvalidArgument(f"{usual} belongs to another user; name it explicitly to use it")
     raise Disconnected(f"no server of this user is running: there is no run directory {usual}")
 
 
 def _ended(run_dir: Path) -> Disconnected:
-    return Disconnected(f"no server: the one of the run directory {run_dir} has ended")
+    return Disconnected(
+        f"no server is running: the server of the run directory {run_dir} has exited"
+    )
 
 
 def _candidates(usual: Path) -> Iterator[Path]:
@@ -74,7 +76,7 @@ def _is_locked(run_dir: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # locked, or not readable
+    except OSError:  # the directory is locked, or not readable
         return True
     return False
 

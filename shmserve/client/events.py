@@ -110,7 +110,7 @@ class EventReader:
             while True:
                 arrived = self._next(_ANSWER_WITHIN_MS)
                 if arrived is None:
-                    raise Disconnected("the server has not sent its state")
+                    raise Disconnected("the server did not send its state in time")
                 topic, header, events = arrived
                 if topic == mine:
                     return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]
@@ -161,7 +161,9 @@ class EventReader:
                 try:
                     header, *events = unpack(frame)
                 except MalformedMessage as error:
-                    raise Disconnected(f"not events of a shmserve server: {error}") from None
+                    raise Disconnected(
+                        f"received data that are not events of a shmserve server: {error}"
+                    ) from None
                 return topic.decode(), header, events
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)

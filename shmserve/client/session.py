@@ -46,7 +46,7 @@ Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
 _WELCOME_S = 10.0
 _SHORTEST_S = 0.1
-_PAUSE_S = 0.05  # between two attempts to find a server
+_PAUSE_S = 0.05  # seconds between two attempts to find a server
 # The keywords of a call that are not inputs.
 _OPTIONS = (
     *("outputs", "version", "timeout", "priority", "request_id", "parameters", "sequence"),
@@ -104,7 +104,8 @@ def takes(
 def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
     """Raise InvalidArgument if an input is unknown; the message has the nearest name."""
     model_inputs = model.signature.inputs
-    given = isinstance(inputs, Mapping) and not isinstance(inputs, Region)  # has outputs, too
+    # A region contains outputs, too, so only a mapping is checked.
+    given = isinstance(inputs, Mapping) and not isinstance(inputs, Region)
     for name in inputs if given else ():
         if name not in model_inputs:
             near = suggestion(str(name), [*model_inputs, *(_OPTIONS if by_keyword else ())])
@@ -172,12 +173,7 @@ class Session:
         self._lock = threading.RLock()
         self._closed = False
         self._cuda: Exporting | None = None
-        self.memories = Memories(
-            memory_limit,
-            self._share,
-            self._withdraw,
-            self._nudge,
-        )
+        self.memories = Memories(memory_limit, self._share, self._withdraw, self._nudge)
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
@@ -206,8 +202,9 @@ class Session:
     ) -> bool:
         """Return whether to retry a request that failed on `connection`.
 
-        A request is retried if a successor has replaced the server, which is connected to here, or
-        if the on-demand model was unloaded before the request reached it. Raises Disconnected.
+        A request is retried if a successor has replaced the server, to which the session then
+        connects. It is also retried if the on-demand model was unloaded before the request reached
+        it. Raises Disconnected.
         """
         once = options.sequence or (built is not None and runs_once(built.schema, built.data))
         if not once and built is not None and connection.models.awaits_load(*built.model.key):
@@ -248,21 +245,13 @@ class Session:
         self._connection.withdraw(segment)
 
     def built(
-        self,
-        connection: ServerConnection,
-        model: str,
-        inputs: Tensors | None,
-        outputs: Outputs | None,
-        version: str,
-        options: Options,
-        tensors: Tensors,
-        *,
-        stream: bool = False,
+        self, connection: ServerConnection, call: Call, *, stream: bool = False
     ) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
 
         Without `stream`, decoupled models are rejected.
         """
+        model, inputs, outputs, version, options, tensors = call
         if connection.models.awaits_load(model, version):
             self.load(connection, model, version, options)
         found = connection.models.resolve(model, version)
@@ -280,7 +269,7 @@ class Session:
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server, or a model, is ready. An error of the token is raised."""
+        """Check whether the server, or a model, is ready. Errors of authentication are raised."""
         path = model_path(model, version, "ready") if model else "/v2/health/ready"
         try:
             self.control("GET", path)
@@ -291,14 +280,14 @@ class Session:
         return True
 
     def load_model(self, model: str, config: Mapping[str, Any] | None = None) -> None:
-        """Load a model by the control plane."""
+        """Load a model with a request to the server's HTTP API."""
         from json import dumps
 
         body = {"parameters": {"config": dumps(config)}} if config else {}
         self.control("POST", model_path(model, "", "load").replace("v2", "v2/repository", 1), body)
 
     def unload_model(self, model: str) -> None:
-        """Unload a model by the control plane."""
+        """Unload a model with a request to the server's HTTP API."""
         self.control("POST", model_path(model, "", "unload").replace("v2", "v2/repository", 1), {})
 
     def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
@@ -363,7 +352,7 @@ class Session:
                     raise TimedOut(error.message) from None
                 raise
             if connection.models.has(model):
-                break  # `resolve` reports whether this version exists
+                break  # `resolve` then reports whether this version exists
 
     def allocate(
         self, tensors: Specs, *, device: str = "cpu", pin: bool = False, huge_pages: bool = False

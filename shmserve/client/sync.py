@@ -17,7 +17,7 @@ from shmserve.client.session import Session, Tensors, call_of, model_path, takes
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MOST_LINKS
 
-_MOST_CHANNELS = MOST_LINKS - 1  # one link is the connection's own
+_MOST_CHANNELS = MOST_LINKS - 1  # one of the client's links is the connection's own
 _INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 
@@ -31,7 +31,8 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
-        self._former: list[ThreadChannel] = []  # channels to a predecessor that still answers them
+        # Channels to a former server that still answers their requests.
+        self._former: list[ThreadChannel] = []
         self._lock = threading.Lock()
 
     @takes(call_of)
@@ -81,7 +82,7 @@ class Server:
         call = call_of(*given, **named)
         waiter, built = self._waiting(), None
         try:
-            built = self._session.built(waiter.connection, *call)
+            built = self._session.built(waiter.connection, call)
             return waiter.wait(waiter.submit(built))
         except TimedOut:
             raise
@@ -89,7 +90,7 @@ class Server:
             if not self._session.is_repeated(waiter.connection, call[4], built):
                 raise
         waiter = self._waiting()
-        return waiter.wait(waiter.submit(self._session.built(waiter.connection, *call)))
+        return waiter.wait(waiter.submit(self._session.built(waiter.connection, call)))
 
     def map(
         self,
@@ -126,11 +127,12 @@ class Server:
         """
         waiting: deque[Any] = deque()
         waiter = self._waiting()
-        few = max(1, in_flight // 4)  # several per message, and the server always has work
+        # Collect several responses per message, so that the server always has work.
+        few = max(1, in_flight // 4)
         try:
             for given in inputs:
                 call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
-                built = self._session.built(waiter.connection, *call)
+                built = self._session.built(waiter.connection, call)
                 waiting.append(waiter.submit(built))
                 waiter.send(at_least=few)
                 if len(waiting) >= in_flight:
@@ -162,7 +164,7 @@ class Server:
         """
         call = call_of(*given, **named)
         waiter = self._waiting()
-        built = self._session.built(waiter.connection, *call, stream=True)
+        built = self._session.built(waiter.connection, call, stream=True)
         return ResponseStream(waiter, waiter.open(built), self)
 
     @takes(call_of)
@@ -184,7 +186,7 @@ class Server:
                 the future.
         """
         call, connection = call_of(*given, **named), self._session.connection()
-        future = SharedChannel(connection).submit(self._session.built(connection, *call))
+        future = SharedChannel(connection).submit(self._session.built(connection, call))
         # The client must not be collected, and thus closed, before the future completes.
         future.add_done_callback(partial(_keep, self))
         return future
@@ -208,7 +210,8 @@ class Server:
 
         Args:
             tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. A datatype is
-                "FP32", "INT64" and so on; BYTES is not possible.
+                "FP32", "INT64" and so on, or a type of numpy such as `numpy.float32` or "float32".
+                BYTES is not possible.
             device: "cpu", or "cuda:0" for the server's device 0, which must have the same number
                 in this process.
             pin: Whether workers on CUDA devices pin the host memory, for faster copies.

@@ -124,7 +124,7 @@ class Authorisation:
                 "this server requires a known token: 'Authorization: Bearer TOKEN'"
             )
         if scope not in scopes:
-            return PermissionDenied(f"this token is not for the {scope} API")
+            return PermissionDenied(f"this token has no access to the {scope} API")
         return None
 
     def refuse_restricted(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
@@ -169,7 +169,9 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
             continue
         position = f"{_TOKENS_FILE}: '{path}' line {number}"
         if len(words) > 2:
-            raise InvalidArgument(f"{position}: more than a token and its scopes")
+            raise InvalidArgument(
+                f"{position}: expected TOKEN or TOKEN SCOPE,SCOPE, found more words"
+            )
         if len(words[0]) < _SHORTEST_TOKEN:
             raise InvalidArgument(f"{position}: a token needs {_SHORTEST_TOKEN} characters or more")
         scopes = words[1].split(",") if len(words) == 2 else SCOPES

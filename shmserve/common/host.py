@@ -155,7 +155,7 @@ def _process(folder: Path) -> Process:
         .decode(errors="replace")
     )
     if not title.startswith(_TITLE):
-        raise ValueError("not a process of the server")
+        raise ValueError("this is not a process of the server")
     # The command name in parentheses may contain any character, so fields are split after it.
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     return Process(

@@ -74,7 +74,7 @@ def _value(kind: str, row: list[Any]) -> Series:
     _, numbers, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(numbers) != size or not all(type(n) in (int, float) for n in (*numbers, *buckets)):
-        raise ValueError(f"malformed value of a {kind}")
+        raise ValueError(f"the value of a {kind} is malformed")
     return Series(tuple(numbers), tuple(buckets))
 
 

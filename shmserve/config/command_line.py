@@ -142,7 +142,7 @@ def _check_text(word: str) -> None:
 
 def _unknown(word: str, flags: list[Flag]) -> str:
     if flags:
-        return f"{word[:80]} is the beginning of --{', --'.join(flag.name for flag in flags)}"
+        return f"{word[:80]} is ambiguous: --{', --'.join(flag.name for flag in flags)}"
     similar = nearest(word.lstrip("-"), FLAGS)
     hint = f", did you mean --{similar}?" if similar else "; see shmserve serve --help"
     return f"unknown flag {word[:80]}{hint}"
@@ -172,7 +172,8 @@ def parse_file(text: str, path: str) -> FlagValues:
         return FlagValues()
     if not isinstance(top, yaml.MappingNode):
         kind = "list" if isinstance(top, yaml.SequenceNode) else "text"
-        raise Problems([f"{_at(path, top.start_mark)}: a {kind} is no flag's value: NAME: VALUE"])
+        found = f"expected a mapping (FLAG: VALUE), found a {kind}"
+        raise Problems([f"{_at(path, top.start_mark)}: {found}"])
     settings = FlagValues()
     lines: dict[str, int] = {}
     problems: list[str] = []
@@ -181,7 +182,7 @@ def parse_file(text: str, path: str) -> FlagValues:
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
             if name in lines:
-                raise InvalidArgument(f"it is already set in line {lines[name]} already")
+                raise InvalidArgument(f"it is already set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
             for text in _texts(flag, value):
@@ -206,7 +207,7 @@ def _flag_of(name: str) -> Flag:
         hint = f"did you mean {similar}?" if similar else "shmserve serve --help lists all flags"
         raise InvalidArgument(f"there is no such flag; {hint}")
     if name == "config":
-        raise InvalidArgument("a file cannot name another one")
+        raise InvalidArgument("a configuration file cannot include another file")
     return flag
 
 
@@ -219,7 +220,7 @@ def _texts(flag: Flag, value: yaml.Node) -> list[str]:
     for node in value.value if is_list else [value]:
         if not isinstance(node, yaml.ScalarNode):
             kind = "list" if isinstance(node, yaml.SequenceNode) else "mapping"
-            raise InvalidArgument(f"a {kind} is no value of a flag")
+            raise InvalidArgument(f"expected a value, found a {kind}")
         if node.tag == _NULL:
             raise InvalidArgument("a value is missing")
         texts.append(node.value)

@@ -150,22 +150,24 @@ ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in
 
 # Flags of tritonserver without a counterpart, and the reason or alternative.
 _WITHOUT_EFFECT = {
-    "models load side by side, in processes of their own": """
+    "models load in parallel, each in its own process": """
         model-load-thread-count buffer-manager-thread-count""",
-    "load it again, or have --model-control-mode=poll do so": "model-load-retry-count",
+    "a failed load is repeated on request, or in poll mode when a file "
+    "changes": "model-load-retry-count",
     "--gateways sets the number of processes that share the port": """
         http-thread-count reuse-http-port:bool reuse-grpc-port:bool""",
-    "one process serves gRPC, and keeps nothing for later": """
+    "--grpc-workers sets the number of processes, and responses are not pooled": """
         grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-infer-thread-count
         grpc-infer-max-completion-queue-thread-count""",
-    "there is no such listener": """
+    "listeners for SageMaker and Vertex AI are not supported": """
         allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
         allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
     "GET /metrics returns the current values of this server's processes": """
         metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
-    "backends are Python packages (pip install), and there are no agents": """
+    "backends are Python packages (pip install), and repository agents are not loaded from a "
+    "folder": """
         backend-directory repoagent-directory""",
-    "the cache is the server's own, --cache-config": "cache-directory",
+    "the cache is built in; --cache-config sets its size": "cache-directory",
     "memory is limited by --arena-byte-size and --workspace-byte-size": """
         pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size""",
     "CUDA_VISIBLE_DEVICES selects the devices": """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import grp
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve.common.auth_tokens import (
     GRPC_HEADER_PREFIX,
@@ -37,6 +37,8 @@ from shmserve.errors import Collected, InvalidArgument, Problems, refused
 from shmserve.gateway.settings import GrpcSettings, Tls, check_file
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +189,23 @@ def _from_flags(
     if value["reload"]:
         value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
     repositories, files = _models(parsed, models_needed, collected)
+    repeated = parsed.repeated
+
+    def each(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
+        return tuple(collected(parse, text) for text in repeated[flag])
+
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
-        class_settings=collected(_class_settings, parsed.repeated["set"], files),
+        class_settings=collected(_class_settings, repeated["set"], files),
         load_models=collected(_load_models, parsed),
         idle_unload_s=collected(_on_demand, value, "idle-unload-secs"),
         max_loaded_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=collected(_config_name, value["model-config-name"] or ""),
-        backend_config=tuple(
-            collected(_backend_setting, s) for s in parsed.repeated["backend-config"]
-        ),
+        backend_config=each(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
             **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
@@ -209,15 +214,15 @@ def _from_flags(
         http=_http(value),
         grpc=collected(_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
-        metrics=collected(parse_metrics_config, parsed.repeated["metrics-config"]),
+        metrics=collected(parse_metrics_config, repeated["metrics-config"]),
         tokens=collected(_tokens, value["auth-token-file"]),
         http_restricted=collected(
-            parse_restrictions, "--http-restricted-api", parsed.repeated["http-restricted-api"]
+            parse_restrictions, "--http-restricted-api", repeated["http-restricted-api"]
         ),
         grpc_restricted=collected(
             parse_restrictions,
             "--grpc-restricted-protocol",
-            parsed.repeated["grpc-restricted-protocol"],
+            repeated["grpc-restricted-protocol"],
             GRPC_HEADER_PREFIX,
         ),
         http_header_forward_pattern=collected(header_pattern, value, "http-header-forward-pattern"),
@@ -226,31 +231,27 @@ def _from_flags(
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
         cache_byte_size=collected(
-            cache_byte_size, parsed.repeated["cache-config"], value["response-cache-byte-size"]
+            cache_byte_size, repeated["cache-config"], value["response-cache-byte-size"]
         ),
-        rate_limit_resources=collected(parse_resources, parsed.repeated["rate-limit-resource"]),
-        workspace_byte_sizes=collected(
-            workspace_byte_sizes, parsed.repeated["workspace-byte-size"]
-        ),
+        rate_limit_resources=collected(parse_resources, repeated["rate-limit-resource"]),
+        workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
             **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
-        cors_allow_origin=tuple(collected(origin, s) for s in parsed.repeated["cors-allow-origin"]),
-        allowed_host=tuple(collected(host_name, s) for s in parsed.repeated["allowed-host"]),
-        served_model_name=tuple(
-            collected(served_name, s) for s in parsed.repeated["served-model-name"]
-        ),
-        trace=collected(parse_trace_config, parsed.repeated["trace-config"]),
+        cors_allow_origin=each(origin, "cors-allow-origin"),
+        allowed_host=each(host_name, "allowed-host"),
+        served_model_name=each(served_name, "served-model-name"),
+        trace=collected(parse_trace_config, repeated["trace-config"]),
         delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
         backlog_delay_scheduler=collected(
             _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
         ),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
-        flags={**parsed.values, **parsed.repeated},
+        flags={**parsed.values, **repeated},
     )
 
 

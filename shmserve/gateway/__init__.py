@@ -1,39 +1,39 @@
 """The gateways: processes that receive the requests of clients over HTTP or gRPC.
 
-The files that an HTTP request passes, in order:
+The files that an HTTP request passes through, in order:
 
     http/connection.py              bytes to requests, one after the other
     http/routing.py                 match, authorise, handle; errors become responses (routes.py has
-                                    the route tables)
+    the route tables)
     http/infer.py                   inference, and the queue of responses in many parts
-    http/body.py                    the body, read and decoded to a request
-    http/json/fingerprint.py        a template for a known header, otherwise
-    http/json/infer_request.py      JSON to inference/request.py, checked
-    inference/                      placed, checked, submitted; see its page
+    http/body.py                    reads the body and decodes it to a request
+    http/json/fingerprint.py        fills a template if the header is known, otherwise
+    http/json/infer_request.py      decodes JSON to inference/request.py, and checks it
+    inference/                      places tensors, checks and submits the request
     links.py                        in flight until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
-    http/messages.py                written
+    http/messages.py                writes the response
 
 A gRPC request:
 
     grpc/connection.py              bytes to the engine in http2/, to calls (grpc/calls/)
-    grpc/service.py                 the call authorised, errors become a status
+    grpc/service.py                 authorises the call; errors become a status
     grpc/infer.py                   inference; stream_infer.py for many requests in a call
-    grpc/wire/fingerprint.py        a template for a known message, otherwise
-    grpc/wire/request.py            protobuf to inference/request.py, checked
+    grpc/wire/fingerprint.py        fills a template if the message is known, otherwise
+    grpc/wire/request.py            decodes protobuf to inference/request.py, and checks it
     inference/ and links.py         as above
     grpc/wire/response.py           the response as protobuf
 
     process.py, settings.py         the process of a gateway, and its settings
     context.py                      its state (model_table.py, region_table.py), and loading on
-                                    demand
+    demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     listener.py                     the access rules of a listener, the identity of its clients, and
-                                    the limits of its connections
+    the limits of its connections
     api/                            the other APIs, for any protocol; api/metrics.py has the
-                                    families of /metrics
+    families of /metrics
     request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
-                                    their export to OpenTelemetry
+    their export to OpenTelemetry
     http/dashboard.py               the page of the dashboard, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py HTTP's and gRPC's form of these APIs
 """

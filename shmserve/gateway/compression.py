@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from shmserve.errors import InvalidArgument, Unsupported
 
 _STEP = 256 * 1024
-_AUTO = zlib.MAX_WBITS | 32  # gzip or zlib, by the header
-_SMALLEST_MEMBER = 1024  # the usual size of a member that a program writes
+_AUTO = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
+_SMALLEST_MEMBER = 1024  # assumed minimum size of a gzip member, which limits their number
 _FEW = 16
 _NO_USE = "failed to decompress the request body: it is mostly overhead"
 WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -23,7 +23,7 @@ class BodyTooLarge(InvalidArgument):
 
 
 class UnsupportedEncoding(Unsupported):
-    """A Content-Encoding that is not supported; the response lists those that are."""
+    """The error about a Content-Encoding that is not supported; it lists the supported ones."""
 
 
 def check_encoding(name: str) -> bool:

@@ -56,7 +56,8 @@ def awaits_load(gateway: Gateway, name: str, version: str) -> bool:
     return name in models.on_demand and models.find(name, version) is None
 
 
-TimeLimit = tuple[int, str]  # microseconds from the arrival of a request (0: none), and its origin
+# A limit in microseconds from a request's arrival (0: none), and the origin of the limit.
+TimeLimit = tuple[int, str]
 UNLIMITED: TimeLimit = (0, "")
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shmserve.common.tasks import settle
 from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages import inference as m
@@ -105,9 +106,7 @@ class GatewaySupervisorLink:
     def _take(self, message: Any) -> None:
         match message:
             case Answered(number, payload):
-                future = self._pending.get(number)
-                if future is not None and not future.done():
-                    future.set_result(payload)
+                settle(self._pending.get(number), payload)
             case Refused(number, code, text):
                 future = self._pending.get(number)
                 if future is not None and not future.done():
@@ -237,8 +236,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
 
     def take_report(self, message: m.StatisticsReported) -> None:
         _, report = self._reports.get(message.id, ("", None))
-        if report is not None and not report.done():
-            report.set_result(message.statistics)
+        settle(report, message.statistics)
 
     def _drop_unused(self, link: Dealer) -> None:
         """Close the link to a scheduler that has exited, if no request is in flight there.

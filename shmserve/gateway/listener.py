@@ -109,11 +109,12 @@ class ClientIdentity:
         self._sock = sock
         self._peer: Peer | None = None
         self._header: str | None = None
-        self._rules: Authorisation | None = None  # the rules by which the header has these scopes
+        # The rules under which the header was last checked.
+        self._rules: Authorisation | None = None
         self._scopes: frozenset[str] | None = None
         self._host: str | None = None
         self._disconnect_actions: list[Callable[[], None]] | None = []
-        # The server's own user needs no token.
+        # whether the client is the server's own user, who needs no token
         self.is_server_user = False
         if listener.kind is ListenerKind.UNIX:
             with contextlib.suppress(OSError):
@@ -242,11 +243,11 @@ def _has_port(host: str) -> bool:
     return bool(colon) and tail.isdecimal() and (":" not in head or head.endswith("]"))
 
 
-_MOST_WARNINGS = 10  # warnings about too many connections; later ones are debug messages
+_MOST_WARNINGS = 10  # number of warnings about too many connections; later ones are debug messages
 
 
 class LimitedConnection(asyncio.BaseProtocol, ABC):
-    """A connection that may be evicted for another one."""
+    """The base class of connections, which may be evicted for new connections."""
 
     transport: asyncio.Transport | None
 
@@ -256,7 +257,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
         self.transport = made = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # already closed
+            with contextlib.suppress(OSError):  # the socket may be closed already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
         return made
@@ -297,7 +298,10 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
 
 class Acceptor:
-    """A factory of connections of one listener, up to `most`; `make` receives the factory."""
+    """A factory of the connections of one listener, with at most `most` open connections.
+
+    `make` receives the factory and returns a connection.
+    """
 
     def __init__(
         self,
@@ -310,7 +314,8 @@ class Acceptor:
         self._most = most
         self._quota = share_of(most)
         self._connections: set[LimitedConnection] = set()
-        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by the owner of the quota
+        # Connections by the owner of their quota.
+        self._by_peer: dict[object, set[LimitedConnection]] = {}
         self._warnings = 0
         self._draining: set[LimitedConnection] = set()  # connections that were asked to close
         self._on_drained: Callable[[], None] | None = None
@@ -347,7 +352,7 @@ class Acceptor:
         self.connection_drained(connection)
 
     def drain(self, on_drained: Callable[[], None], *, refuses: bool = False) -> None:
-        """Ask clients to disconnect, and call `on_drained` when they are settled.
+        """Ask clients to disconnect, and call `on_drained` when no further request can arrive.
 
         Args:
             on_drained: The callback.
@@ -404,7 +409,7 @@ class Acceptor:
             "more than %d connections%s: %s",
             most,
             "" if most == self._most else " of one peer",
-            f"{len(evicted)} that were idle were ended" if evicted else "one was refused",
+            f"{len(evicted)} idle connections were closed" if evicted else "one was refused",
         )
         self._warnings += 1
         for connection in evicted or [newcomer]:

@@ -74,9 +74,9 @@ class GatewayModel:
         if vllm:
             longest = published.config.parameters.get("max_model_len", "")
             self.max_model_len = int(longest) if longest.isdecimal() else None
-        # Converts text by the parameter `task`.
+        # whether the model converts text by the parameter `task`
         self.converts = vllm or published.config.backend == GENERATIVE
-        # Texts may contain reasoning. An engine of vLLM has this output only with a parser.
+        # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.reasons = vllm or engine.reasoning_parser not in ("", "none")
 
 

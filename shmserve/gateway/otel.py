@@ -30,7 +30,7 @@ _PHASES = (
     ("compute_output", "output_start_ns", "compute_end_ns"),
 )
 _LAST_S = 1.0
-_OF_PROCESSOR = {  # Triton's names of its settings
+_OF_PROCESSOR = {  # Triton's names of the settings of OpenTelemetry's processor
     "bsp_max_queue_size": "max_queue_size",
     "bsp_schedule_delay": "schedule_delay_millis",
     "bsp_max_export_batch_size": "max_export_batch_size",
@@ -85,7 +85,7 @@ class Exporter:
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            if span.span_id == trace.scheduler.span_id:  # The request arrived at the gateway.
+            if span.span_id == trace.scheduler.span_id:  # this span is the request at the gateway
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             about = _attributes(span.model, span.version, span.request_id)

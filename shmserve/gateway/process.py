@@ -33,7 +33,6 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.publications import (
     Acknowledged,
     HealthChanged,
@@ -173,7 +172,7 @@ class _Process:
             settings=settings,
             schedulers=schedulers,
             models=ModelTable(schedulers),
-            regions=RegionTable(self._report_region, settings.shm_overlap),
+            regions=RegionTable(supervisor.post, settings.shm_overlap),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
             body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
@@ -209,29 +208,22 @@ class _Process:
         match message:
             case ModelPublished():
                 gateway.models.publish(message)
-                self._acknowledge(message.acknowledge)
-            case ModelOnDemand(name, acknowledge):
+            case ModelOnDemand(name):
                 gateway.models.on_demand.add(name)
-                self._acknowledge(acknowledge)
             case ReadinessChanged(name, version, ready):
                 gateway.models.set_ready(name, version, ready)
-            case ModelWithdrawn(name, version, acknowledge):
+            case ModelWithdrawn(name, version):
                 gateway.models.withdraw(name, version)
-                self._acknowledge(acknowledge)
             case SchedulerLost(endpoint, successor):
                 gateway.schedulers.fail_over(endpoint, successor)
             case RegionPublished():
                 gateway.regions.publish(message)
-                self._acknowledge(message.acknowledge)
-            case RegionRetired(memory_id, acknowledge):
+            case RegionRetired(memory_id):
                 gateway.regions.retire(memory_id)
-                self._acknowledge(acknowledge)
-            case RegionWithdrawn(memory_id=memory_id, acknowledge=acknowledge):
+            case RegionWithdrawn(memory_id=memory_id):
                 gateway.regions.withdraw(memory_id)
-                self._acknowledge(acknowledge)
-            case RegionDrained(memory_id, acknowledge):
+            case RegionDrained(memory_id):
                 gateway.regions.drained(memory_id)
-                self._acknowledge(acknowledge)
             case HealthChanged():
                 gateway.health = message
                 self._front.health_changed()
@@ -239,7 +231,7 @@ class _Process:
             case m.LoadsFailed():
                 gateway.failures = message
             case ProcessExited(process=pid):
-                # Received responses of the process may be unread, and lie in its memory.
+                # Unread responses of the process may refer to its memory, so it is unmapped later.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):
@@ -252,8 +244,8 @@ class _Process:
                 gateway.settings = replace(gateway.settings, tokens=tokens)
                 for listener in self._front.listeners:
                     listener.authorisation = listener.authorisation.with_tokens(tokens)
-            case m.Ping(number):
-                self._acknowledge(number)
+            case m.Ping():
+                pass
             case m.Accept():
                 self._accepted.set()
             case m.Drain(followed=followed):
@@ -266,13 +258,8 @@ class _Process:
                 self._stopped.set()
             case _:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
-
-    def _report_region(self, use: RegionInUse | RegionReleased) -> None:
-        self._gateway.supervisor.post(use)
-
-    def _acknowledge(self, number: int) -> None:
-        if number > 0:
-            self._gateway.supervisor.post(Acknowledged(number))
+        if number := getattr(message, "acknowledge", 0):
+            gateway.supervisor.post(Acknowledged(number))
 
     def _notified(self) -> None:
         self._gateway.refusing = True

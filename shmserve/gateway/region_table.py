@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayRegion:
-    """One generation of a region: its name may be registered again with other memory.
+    """One generation of a region; its name may later be registered again with other memory.
 
     Attributes:
         requests: The number of requests in flight that use the region.
@@ -38,7 +38,8 @@ class GatewayRegion:
         self.memory = extent.memory
         self.owner = Ownership(message.uid, message.group, extent.memory.copied)
         self.requests = 0
-        self.retired = False  # unregistered, and usable until no request uses it
+        # Whether the region is unregistered, and usable until no request uses it.
+        self.retired = False
         self.withdrawn = False
         self.spans = Spans()
 
@@ -240,9 +241,9 @@ class RegionTable:
         self, report: Callable[[RegionInUse | RegionReleased], None], overlap: str = "warn"
     ) -> None:
         self._report = report
-        self.version = 0  # changes when a name is added or removed
+        self.version = 0  # a number that changes when a name is added or removed
         self.overlap = overlap
-        self._spans: dict[int | bytes, Spans] = {}  # by the shared memory object
+        self._spans: dict[int | bytes, Spans] = {}  # written ranges by the shared memory object
         self._by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining: dict[int, GatewayRegion] = {}
@@ -271,7 +272,7 @@ class RegionTable:
                 self._report(RegionInUse(memory_id, True))
 
     def used(self, region: GatewayRegion) -> None:
-        """Report the first of the requests that use a retired region."""
+        """Report that a first request uses a retired region."""
         if region.requests == 1:
             self._report(RegionInUse(region.memory.id, True))
 

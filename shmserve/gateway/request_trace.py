@@ -12,7 +12,7 @@ from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
 
-_ID_DIGITS = 13  # 13 of 16 digits, since not every JSON parser has integers of 64 bits
+_ID_DIGITS = 13  # 13 of 16 hexadecimal digits, since not every JSON parser has integers of 64 bits
 _OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _EXECUTED = (
     ("COMPUTE_START", "compute_start_ns"),
@@ -63,7 +63,7 @@ class RequestTrace:
         self.responded_ns = time.monotonic_ns()
         if isinstance(message, Failed | Responded) and message.code:
             self.error = message.message
-        if not isinstance(message, Failed) and message.spans:
+        if message.spans:
             self.read_spans(message.spans)
 
     def read_spans(self, spans: bytes) -> None:
@@ -132,7 +132,7 @@ def _timestamps(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
             stamps = [*own, ("REQUEST_START", trace.submitted_ns), *stamps[1:], *ends]
         parent = "" if span.span_id == root else span.parent_id
         entries += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
-    if not entries:  # The request has failed.
+    if not entries:  # the request has failed, so it has no entries of tensors
         stamps = [*own, ("REQUEST_START", trace.submitted_ns), ("REQUEST_END", responded_ns), *ends]
         entries = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
     return entries

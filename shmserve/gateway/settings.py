@@ -30,7 +30,7 @@ class Tls:
         Raises:
             InvalidArgument: A file cannot be read or is invalid; the message names the flag.
         """
-        import ssl  # imported only if TLS is used
+        import ssl  # imported late, because only TLS needs it
 
         check_file("grpc-server-cert", self.server_cert)
         check_file("grpc-server-key", self.server_key)
@@ -89,7 +89,7 @@ def _can_shake_hands(context: ssl.SSLContext) -> bool:
 def check_file(flag: str, path: str) -> None:
     """Raise InvalidArgument, naming the flag, if `path` is no file or cannot be read."""
     if not path:
-        raise InvalidArgument(f"--{flag}: a file is needed for TLS")
+        raise InvalidArgument(f"--{flag}: TLS requires this file")
     if not os.access(path, os.R_OK) or not os.path.isfile(path):
         raise InvalidArgument(f"--{flag}: '{path}' is not a file that can be read")
 

@@ -62,7 +62,7 @@ def next_file(path: str) -> str:
         except FileExistsError:
             continue
         return name
-    raise AssertionError  # unreachable
+    raise AssertionError  # this line is unreachable
 
 
 class Tracer:

@@ -48,13 +48,13 @@ _FOREIGN_FILES = {
     "model.dali": "dali",
 }
 BACKENDS = frozenset({"ascend", "llm", "native", "onnxruntime", "python", "pytorch", "vllm"})
-_PLUGINS = "shmserve.backends"  # the entry points of further backends
+_PLUGINS = "shmserve.backends"  # the group of entry points that register further backends
 ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
 _ONNX_FILE = "model.onnx"
 _VLLM_FILE = "model.json"  # the arguments of vLLM's engine
-CHECKPOINT = "config.json"  # of a Hugging Face model, in the folder of its weights
+CHECKPOINT = "config.json"  # the file of a Hugging Face model, in the folder of its weights
 _WEIGHTS = ".safetensors"
 _ONNX_CPU_INSTANCES = 2
 _COMPLETABLE = (
@@ -187,7 +187,7 @@ def unknown_backend(config: ModelConfig) -> str:
 
 
 def merge_duplicates(config: ModelConfig) -> list[str]:
-    """Remove equal repetitions of inputs and outputs; return their names in words."""
+    """Remove repeated declarations of equal inputs and outputs; return their names in words."""
     removed = []
     for kind, tensors in (("input", config.input), ("output", config.output)):
         names = [tensor.name for tensor in tensors]
@@ -252,7 +252,8 @@ def _fill_instances(config: ModelConfig, gpu_count: int) -> None:
             group.kind = ModelInstanceGroup.KIND_GPU if usable else ModelInstanceGroup.KIND_CPU
         if group.count < 1:
             on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
-            twice = on_cpu and config.backend == "onnxruntime"  # as Triton has it
+            # Triton's onnxruntime backend has two instances per group on a CPU.
+            twice = on_cpu and config.backend == "onnxruntime"
             group.count = _ONNX_CPU_INSTANCES if twice else 1
         if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
             group.gpus.extend(range(gpu_count))

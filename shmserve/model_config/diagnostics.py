@@ -49,7 +49,12 @@ class Source:
     class_source: Source | None = None
 
     def refusing(self, key: Key, text: str) -> Source:
-        """Return this source with one more value that could not be read, for the reason `text`."""
+        """Return this source with one more value that could not be read.
+
+        Args:
+            key: The key of the value.
+            text: The reason.
+        """
         problem = Problem(key, text, at=self.positions.get(key, ""))
         return replace(self, problems=(*self.problems, problem))
 
@@ -99,7 +104,7 @@ UNWRITTEN = Source()
 
 
 class _Gaps:
-    """The keys of a configuration whose values could not be read."""
+    """The parts of a configuration that are unknown because values could not be read."""
 
     def __init__(self, source: Source) -> None:
         self._positions = source.positions
@@ -138,7 +143,7 @@ def member(name: str | int) -> str | int:
 
 
 def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]:
-    """Yield every key whose value an earlier key has: key, value, first key with that value."""
+    """Yield the repetitions among values: the key, the value, and the first key with that value."""
     first: dict[Any, Key] = {}
     for key, value in values:
         earlier = first.setdefault(value, key)

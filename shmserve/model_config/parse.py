@@ -6,6 +6,7 @@ from typing import Any
 
 from shmserve.common.names import members
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.class_source import source_positions
 from shmserve.ipc.model_spec import (
     MAX_INSTANCES,
     MAX_STREAMS,
@@ -13,7 +14,6 @@ from shmserve.ipc.model_spec import (
     PADDING,
     STRATEGY,
     TARGET,
-    source_positions,
 )
 from shmserve.model_config.diagnostics import Key, Source, located, member
 from shmserve.model_config.syntax import Malformed, MessageValue

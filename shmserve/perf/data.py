@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, Transport, TransportError
 from shmserve.protocols.tensors import ModelTensor, encode, input_named, load, split_input
 
-_MOST = 1000  # maximum number of requests from a file or a program
+_MOST = 1000  # maximum number of requests read from a file or a program
 _SEED = 0
 _LARGEST_NUMBER = (
     128  # exclusive bound of random integers, small because many models use them as indices
@@ -36,7 +36,7 @@ Item = list[InputTensor]
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """The interface of a model.
+    """The inputs, outputs and properties of a model that requests depend on.
 
     Attributes:
         inputs: The inputs by name.
@@ -88,7 +88,11 @@ def signature(
 
 
 def items(found: ModelInterface, given: Given) -> list[Item]:
-    """Return the requests to send in turn.
+    """Return the requests that are sent in turn.
+
+    Args:
+        found: The model's interface.
+        given: The options of the command line.
 
     Raises:
         InvalidArgument: The data does not fit the model, or a file is invalid.
@@ -137,7 +141,7 @@ class _Maker:
         return (self.given.batch, *row) if self.model.batches else row
 
     def made(self, name: str) -> InputTensor:
-        """Return an input of zeros, or of random numbers or letters."""
+        """Return an input with generated content: zeros, or random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
         zero = self.given.source == "zero"
         kind = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
@@ -155,7 +159,7 @@ class _Maker:
         return self.encoded(name, array)
 
     def encoded(self, name: str, value: Any) -> InputTensor:
-        """Return an input with a value: JSON or an array."""
+        """Return an input with the content `value`: JSON or an array."""
         tensor = self.tensor(name)
         shape, raw = encode(tensor, value)
         return InputTensor(name, tensor.datatype, shape, raw)
@@ -170,13 +174,15 @@ class _Maker:
         if flat.size * self.given.batch == element_count(shape):
             flat = np.tile(flat, self.given.batch)
         if flat.size != element_count(shape):
-            raise InvalidArgument(f"input '{name}': {flat.size} elements are not of shape {shape}")
+            raise InvalidArgument(
+                f"input '{name}': {flat.size} elements do not fit the shape {shape}"
+            )
         return self.encoded(name, flat.reshape(shape).tolist())
 
     def _of_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
         datatype = self.tensor(name).datatype
         if ITEM_SIZE[datatype] and len(raw) != ITEM_SIZE[datatype] * element_count(shape):
-            raise InvalidArgument(f"input '{name}': {len(raw)} bytes are not of shape {shape}")
+            raise InvalidArgument(f"input '{name}': {len(raw)} bytes do not fit the shape {shape}")
         return InputTensor(name, datatype, list(shape), raw)
 
 
@@ -187,7 +193,7 @@ def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
     except ValueError:
         shape = (-1,)
     if not colon or any(dim < 0 for dim in shape):
-        raise InvalidArgument(f"--shape takes NAME:N,N,..., not '{text}'")
+        raise InvalidArgument(f"--shape: expected NAME:N,N,..., got '{text}'")
     if name not in model.inputs:
         raise InvalidArgument(
             f"--shape: the model has no input '{name}'; it has {', '.join(model.inputs)}"
@@ -242,7 +248,7 @@ def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
         yield from function(*arguments)
     except InvalidArgument:
         raise
-    except Exception as error:  # any exception of the user's program
+    except Exception as error:  # the user's program may raise any exception
         raise InvalidArgument(f"--data: '{path}' failed: {type(error).__name__}: {error}") from None
 
 
@@ -250,7 +256,9 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
     described = {name: (each.datatype, each.shape) for name, each in maker.model.inputs.items()}
     for number, entry in enumerate(yielded(path, described)):
         if not isinstance(entry, Mapping):
-            raise InvalidArgument(f"--data: request {number} of '{path}' is no mapping of inputs")
+            raise InvalidArgument(
+                f"--data: request {number} of '{path}' is not a mapping of inputs to values"
+            )
         try:
             yield {name: maker.encoded(name, value) for name, value in entry.items()}
         except (InvalidArgument, ValueError, TypeError) as error:

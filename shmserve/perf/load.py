@@ -21,10 +21,10 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols import Door, Lane
 from shmserve.protocols.connection import Poller
 
-_MOST_ERRORS = 20  # distinct error texts
+_MOST_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHERS = "other errors"
 _LOOK_AROUND_NS = 1_000_000_000
-_MOST_LOADS = 1000  # in a sweep
+_MOST_LOADS = 1000  # maximum number of loads in a sweep
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -81,7 +81,7 @@ class Mark(NamedTuple):
 
 
 class LoadSlot:
-    """A lane, and the encoded requests that take turns on it."""
+    """A lane, which has one request in flight, and the encoded requests that take turns on it."""
 
     def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load
@@ -185,7 +185,7 @@ class LoadGenerator:
             self._last_ns = now
         elif now - self._last_ns > self._patience_ns:
             raise Unavailable(
-                f"the server has responded to no request for {self._patience_ns / 1e9:g} s"
+                f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
             )
 
     def _send_due(self, now: int) -> int:
@@ -243,7 +243,7 @@ class LoadGenerator:
 
 
 class Probe:
-    """The callbacks of a single request."""
+    """The observer of a lane that sends a single request."""
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -313,7 +313,8 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
             count = int((last - first) / step + 1e-9) + 1
             if count > _MOST_LOADS:
                 raise InvalidArgument(
-                    f"--{flag}: '{text}' are {count} loads, at most {_MOST_LOADS}"
+                    f"--{flag}: '{text}' defines {count} loads, but at most {_MOST_LOADS} are "
+                    "allowed"
                 )
             found = [float(first + step * number) for number in range(count)]
     except ValueError:

@@ -96,7 +96,10 @@ Statistics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """The parameters of a measurement in seconds; `within` is a share of the mean."""
+    """The parameters of a measurement, with durations in seconds.
+
+    Windows agree if they differ from their mean by at most the share `within`.
+    """
 
     warm_up_s: float = 1.0
     window_s: float = 2.0
@@ -165,7 +168,7 @@ def measured(
 
         settled = interrupted = False
         load.begin()
-        mark()  # replaced after the warm-up
+        mark()  # this first mark is replaced after the warm-up
         try:
             load.run(plan.warm_up_s)
             mark()
@@ -264,11 +267,11 @@ def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[s
     found: dict[str, Statistics] = {}
     for number, model in enumerate(models):
         rows = transport.stats(model, "" if number else version)
-        if rows:  # requests use the latest version
+        if rows:  # the requests of clients use the latest version
             found[model] = max(rows, key=lambda row: int(row.get("version") or 0))
     return found
 
 
 def now() -> str:
-    """Return the current time, for a report."""
+    """Return the current time as text, for a report."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

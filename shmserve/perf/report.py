@@ -89,12 +89,14 @@ def _servers(points: Sequence[Point]) -> Iterator[str]:
 
 
 def notes(point: Point) -> list[str]:
-    """Return the reasons to doubt a point's figures."""
+    """Return warnings about a point's figures: errors, windows that differ, a busy client."""
     found = []
     if point.interrupted:
         found.append(f"interrupted after {point.seconds:.1f} s of measurement")
     elif not point.settled:
-        found.append("the last windows differ: measure longer, or on a quieter machine")
+        found.append(
+            "the last windows differ: measure for longer, or on a machine with less other load"
+        )
     if point.errors:
         found.append(f"{point.errors} requests failed; mostly: {point.error}")
     if point.client_busy > _BUSY:
@@ -102,7 +104,7 @@ def notes(point: Point) -> list[str]:
     missing = point.value * point.seconds - point.requests - point.errors
     # Random arrivals cannot explain more, since the standard deviation is the root of their number.
     if point.kind == "rate" and missing > 3 * math.sqrt(point.value * point.seconds):
-        found.append("the server did not keep up: the latencies grow with the time measured")
+        found.append("the server did not keep up: latencies increased during the measurement")
     return found
 
 
@@ -169,7 +171,7 @@ def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:
 
 
 class Line(NamedTuple):
-    """A series of points with a label each, joined by a line or not."""
+    """A series of labelled points in a chart, joined by a line or not."""
 
     name: str
     points: list[tuple[float, float]]

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import STRATEGY, TARGET, Strategy
 
-_GAIN = 1.02  # smaller gains are noise
+_GAIN = 1.02  # a throughput ratio below this is noise
 _NEAR = 1.04  # ratio of batch sizes that are considered equal
 _FALL = 0.9  # share of the best throughput below which larger batches are not tried
 _SWEEPS = 2
 # The parameter for the number of threads per instance, by backend.
 _THREADS = {"pytorch": "INTRA_OP_THREAD_COUNT", "onnxruntime": "intra_op_thread_count"}
-_DELAYS = (0.02, 0.1)  # queue delays as shares of the target
+_DELAYS = (0.02, 0.1)  # queue delays to try, as shares of the latency target
 _DEPTHS = (1, 2, 4)  # requests in flight per instance of models that do not batch
 
 Config = Mapping[str, Any]
@@ -62,7 +62,7 @@ class Candidate:
 
 
 class Trial(NamedTuple):
-    """The result of a run."""
+    """The result of measuring a candidate."""
 
     candidate: Candidate
     per_second: float
@@ -76,7 +76,7 @@ class Space:
 
     Attributes:
         instances: Numbers of instances, ascending.
-        ways: Batching methods or thread counts, as fields of a candidate.
+        ways: Alternative batching methods or thread counts, as fields of a candidate.
         largest_batch: The largest batch size.
     """
 
@@ -86,11 +86,11 @@ class Space:
 
 
 class _Spent(Exception):
-    """The limit of runs is reached."""
+    """Raised when the maximum number of trials is reached."""
 
 
 class Search:
-    """A search; `trials` are its runs in order."""
+    """A search for the best configuration; `trials` are its measurements in order."""
 
     def __init__(
         self, measure: Callable[[Candidate], Trial], target_ms: float, space: Space, most_runs: int
@@ -145,7 +145,7 @@ class Search:
             self._largest_batch(replace(self._from(start), **settings))
 
     def _climb(self, start: Candidate, ahead: Sequence[int]) -> bool:
-        """Raise the number of instances while that gains; return whether it did."""
+        """Raise the number of instances while throughput grows; return whether it grew."""
         for taken, number in enumerate(ahead):
             before = self._reached
             self._largest_batch(replace(self._from(start), instances=number))
@@ -154,7 +154,7 @@ class Search:
         return bool(ahead)
 
     def _largest_batch(self, at: Candidate) -> None:
-        """Search for the largest batch within the target, starting with that of `at`."""
+        """Search for the largest batch size within the target, starting with that of `at`."""
         low, high, size, peak = 0, self._space.largest_batch + 1, at.batch, 0.0
         while True:
             trial, before = self._try(replace(at, batch=size)), self._reached
@@ -204,14 +204,14 @@ class Search:
 
 
 def start(config: Config) -> Candidate:
-    """Return the candidate of the current configuration.
+    """Return the candidate that corresponds to a model's current configuration.
 
     Raises:
         InvalidArgument: The model cannot be tuned.
     """
     name = config["name"]
     for wrong, why in (
-        (config.get("sequence_batching"), "its sequences belong to instances"),
+        (config.get("sequence_batching"), "each of its sequences is bound to an instance"),
         (config.get("ensemble_scheduling"), "it is an ensemble: tune the models of its steps"),
         (
             config.get("backend") == "llm",

@@ -1,4 +1,4 @@
-"""Targets: the door that a command line selects, the requests of each slot, and their regions."""
+"""Targets: the server and protocol that a command line selects, the requests, and their regions."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Requests = Callable[[int], Sequence[Any]]  # the encoded requests of a slot
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """The target of a load.
+    """The server and model that a load is sent to.
 
     Attributes:
-        door: The protocol's door.
+        door: Opens lanes of the selected protocol.
         requests: Returns the requests of the slots, for a number of slots.
         statistics: Returns the server's statistics by model.
         streams: Whether the model is decoupled.
@@ -95,10 +95,10 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
 
 
 def _describing_transport(args: argparse.Namespace, address: Address | None) -> Any:
-    """Return the transport for metadata and statistics.
+    """Return the transport that reads metadata and statistics.
 
-    For a server on this host this is its listener; without one it is shared memory, which offers
-    less information.
+    For a server on this host, this is the transport to its HTTP or gRPC listener. Without a
+    listener it is shared memory, which offers less information.
     """
     try:
         return servers.admin_transport(args)
@@ -188,9 +188,9 @@ def _turned(requests: Sequence[Any], slot: int) -> Sequence[Any]:
 
 
 def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
-    """Send one request, and raise its error before the load starts."""
+    """Send one request before the load starts, and raise its error."""
     if args.sequence_length:
-        return  # it would start a sequence
+        return  # a test request would start a sequence
     error = probe(poller, door, request, args.patience)
     if error:
         if args.shared_memory != "none":
@@ -223,11 +223,11 @@ def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         found = data.yielded(path, {}) if path.suffix == ".py" else iter(data.entries(path))
         for number, entry in enumerate(found):
             if not isinstance(entry, dict):
-                raise InvalidArgument(f"--data: entry {number} of '{path}' is no object")
+                raise InvalidArgument(f"--data: entry {number} of '{path}' is not a JSON object")
             yield {**usual, **entry}
         return
     draw = random.Random(args.seed)
-    for _ in range(16):  # different prompts, so that prefix caches do not serve all
+    for _ in range(16):  # prompts differ, so that prefix caches do not serve all of them
         prompt = " ".join(draw.choices(_WORDS, k=args.prompt_words))
         chat = {"messages": [{"role": "user", "content": prompt}]}
         yield {**usual, **(chat if args.openai == "chat" else {"prompt": prompt})}
@@ -242,7 +242,7 @@ class SystemMemory:
     kind = "system"
 
     def __init__(self, name: str, byte_size: int) -> None:
-        """Raises Unavailable if memory is exhausted."""
+        """Create the object with this name. Raises Unavailable if memory is exhausted."""
         self._key = f"/{name}"
         try:
             made = posix_ipc.SharedMemory(self._key, posix_ipc.O_CREX, 0o600, byte_size)
@@ -256,7 +256,7 @@ class SystemMemory:
         self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
-        """Write bytes."""
+        """Write bytes at an offset."""
         self._bytes[offset : offset + len(raw)] = raw
 
     def close(self) -> None:
@@ -271,14 +271,14 @@ class CudaMemory:
     kind = "cuda"
 
     def __init__(self, name: str, byte_size: int) -> None:
-        """Raises Unavailable without a device, or if its memory is exhausted."""
+        """Allocate the memory. Raises Unavailable without a device or without enough memory."""
         self._memory: DeviceAllocation | None = DeviceAllocation(exporting(), 0, byte_size)
         self._pointer, self._cuda = self._memory.pointer, self._memory.cuda
         raw = self._memory.handle.raw
         self.fields: dict[str, Any] = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
-        """Copy bytes to the device."""
+        """Copy bytes to an offset of the device memory."""
         if raw:
             self._cuda.write(self._pointer + offset, memoryview(raw), 0)
 
@@ -306,7 +306,10 @@ class Regions:
         self._memories: dict[str, SystemMemory | CudaMemory] = {}
 
     def inputs(self, items: Sequence[Item]) -> list[Item]:
-        """Return the same requests with inputs in a region. Raises Unavailable, TransportError."""
+        """Return the same requests with their inputs in a region.
+
+        Raises Unavailable or TransportError.
+        """
         parts: list[RegionPart] = []
         name = self._name("in")
         at = 0
@@ -347,7 +350,8 @@ class Regions:
 
     def __exit__(self, *error: object) -> None:
         for name, memory in self._memories.items():
-            with contextlib.suppress(TransportError):  # exited, or unregistered
+            # The server has exited, or the region is already unregistered.
+            with contextlib.suppress(TransportError):
                 self._transport.unregister(memory.kind, name)
             memory.close()
 

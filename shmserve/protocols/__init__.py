@@ -1,6 +1,6 @@
-"""The protocol clients that the shell's client and the load generator share.
+"""The protocol clients that `shmserve client` and the load generator share.
 
-Every protocol has a transport, which blocks, and a door with lanes, which never block.
+Every protocol has a transport, which blocks, and a door: a factory of lanes, which never block.
 
 connection.py      a non-blocking connection, and the event loop of lanes
 grpc.py            gRPC
@@ -24,12 +24,12 @@ NOT_READY = "the server is not ready"
 
 
 class TransportError(Unavailable):
-    """The server cannot be reached, refused the request, or sent a malformed response."""
+    """The error of a transport: no connection, a rejected request, or a malformed response."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPart:
-    """Bytes of a region that was registered with the server."""
+    """A byte range of a region that was registered with the server."""
 
     region: str
     offset: int
@@ -46,7 +46,7 @@ class RegionPart:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input on the wire, little-endian and row-major.
+    """An input as it is sent: its bytes are little-endian and row-major.
 
     Attributes:
         name: The input's name.
@@ -91,7 +91,7 @@ class OutgoingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The headers that authenticate a client, and its PEM files for TLS."""
+    """The headers that authenticate a client, and the client's PEM files for TLS."""
 
     headers: Sequence[tuple[str, str]] = ()
     root_cert: str | None = None
@@ -99,7 +99,7 @@ class Credentials:
     client_key: str | None = None
 
     def tls(self) -> ssl.SSLContext:
-        """Return the TLS context of the files. Raises InvalidArgument if a file is invalid."""
+        """Return the TLS context of the PEM files. Raises InvalidArgument if a file is invalid."""
         with refused(f"--root-cert: cannot use '{self.root_cert}'"):
             context = ssl.create_default_context(cafile=self.root_cert)
         if self.client_cert:
@@ -125,7 +125,7 @@ class Address:
 
 
 class Transport(Protocol):
-    """A client of inference, which blocks. Errors name the server by `where`."""
+    """A blocking client for inference. Its errors name the server by `where`."""
 
     where: str
 
@@ -143,7 +143,7 @@ class Transport(Protocol):
 
 
 class AdminTransport(Transport, Protocol):
-    """A client of every operation of a server.
+    """A blocking client for every operation of a server.
 
     Every method raises TransportError. An empty `model` stands for all models, or for the server.
     Results have the form of the JSON of HTTP.
@@ -184,7 +184,7 @@ class AdminTransport(Transport, Protocol):
 
 
 class LaneObserver(Protocol):
-    """The callbacks of a lane."""
+    """The receiver of a lane's responses and of the ends of its requests."""
 
     def responded(self) -> None:
         """Record a response to a request that may have many."""
@@ -197,7 +197,7 @@ class LaneObserver(Protocol):
 
 
 class Lane(Protocol):
-    """A channel for one request at a time."""
+    """A non-blocking channel that has one request in flight at a time."""
 
     def send(self, request: Any) -> None:
         """Send a request that the door has encoded."""
@@ -207,7 +207,10 @@ class Lane(Protocol):
 
 
 class Door(Protocol):
-    """A factory of lanes to one server. If it `streams`, requests may have many responses."""
+    """A factory of lanes to one server over one protocol.
+
+    If a door `streams`, its requests may have many responses.
+    """
 
     streams: bool
 

@@ -1,6 +1,6 @@
 """The event loop of the load generator, and its non-blocking connection.
 
-The loop is our own because a request costs only a few microseconds of it.
+The loop is not asyncio's, because it spends only a few microseconds on a request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shmserve.ipc.processes import PreciseWait, exact_timers
 from shmserve.protocols import Address, Credentials
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
-_COARSE_NS = 1_000_000  # to which epoll rounds what it waits
-_AT_ONCE = 1 << 18  # bytes
+_COARSE_NS = 1_000_000  # epoll rounds its timeout to this unit
+_AT_ONCE = 1 << 18  # maximum number of bytes read at once
 _CONNECT_S = 10.0
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -41,7 +41,7 @@ class Poller:
         self._handlers[fd] = handler
 
     def change(self, fd: int, events: int) -> None:
-        """Change the events to wait for."""
+        """Change the events that a watched descriptor is polled for."""
         self._epoll.modify(fd, events)
 
     def unwatch(self, fd: int) -> None:
@@ -58,16 +58,17 @@ class Poller:
         calls, self._soon = self._soon, []
         for call in calls:
             call()
-        if self._soon:  # call these handlers in the next turn without waiting
+        if self._soon:  # these handlers are called in the next turn without waiting
             wait_ns = 0
         if 0 < wait_ns < 2 * _COARSE_NS:
             if not self._short_wait.wait(wait_ns):
                 return
             wait_ns = 0
-        coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS  # the rest is the next turn's
+        # The remainder is waited for in the next turn.
+        coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS
         for fd, events in self._epoll.poll(coarse / 1e9):
             handler = self._handlers.get(fd)
-            if handler is not None:  # else another handler of this turn has removed it
+            if handler is not None:  # otherwise another handler of this turn has removed it
                 handler(events)
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class Poller:
 
 
 class Receiver(Protocol):
-    """The callbacks of a connection."""
+    """The receiver of a connection's bytes and of its end."""
 
     def received(self, data: bytes) -> None:
         """Handle received bytes."""
@@ -92,7 +93,7 @@ class ClientConnection:
     def __init__(
         self, address: Address, tls: ssl.SSLContext | None, poller: Poller, receiver: Receiver
     ) -> None:
-        """Raises Unavailable if the server cannot be reached."""
+        """Connect to an address. Raises Unavailable if the server cannot be reached."""
         try:
             self._sock = connect(address, tls, _CONNECT_S)
         except OSError as error:
@@ -117,7 +118,7 @@ class ClientConnection:
             sent = 0
         except OSError as error:
             self.close()
-            # Deferred, because a callback may send the next request, which is in progress here.
+            # Deferred, because a callback may send the next request while this one is being sent.
             self._poller.soon(partial(self._on_lost, error.strerror or "it failed"))
             return
         if sent < len(data):

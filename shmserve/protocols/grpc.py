@@ -41,19 +41,19 @@ from shmserve.protocols.tensors import ModelTensor
 pb: Any = grpc_service_pb2
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_FINAL = "triton_final_response"  # a parameter of the stream, not of the model
+_FINAL = "triton_final_response"  # a parameter that belongs to the stream, not to the model
 # The same parameter as true, serialised.
 _IS_FINAL = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
-_FAILED = b"\x0a"  # the first byte of a message in a stream if it is an error
+_FAILED = b"\x0a"  # the first byte of a stream message that is an error
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _SHARE = 6  # lanes per connection, as in Triton's client
 _HEADER_TABLE_SIZE = 1
-_TOP_UP = 1 << 30  # bytes read, after which a window is restored to its first size
-_MESSAGE_HEAD = 5  # bytes: compressed or not, size
+_TOP_UP = 1 << 30  # bytes read after which a window is restored to its initial size
+_MESSAGE_HEAD = 5  # size of a gRPC message's prefix: the compression flag and the length
 
 
 class GrpcTransport:
-    """A server at an address of gRPC."""
+    """A blocking client of a gRPC server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self.where = address.where
@@ -65,7 +65,7 @@ class GrpcTransport:
         )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """ModelMetadata."""
+        """Call ModelMetadata and return the inputs by name."""
         metadata = self._call("ModelMetadata", name=model, version=version)
         return {
             tensor.name: ModelTensor(tensor.name, tensor.datatype, tuple(tensor.shape))
@@ -73,7 +73,7 @@ class GrpcTransport:
         }
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """ModelStreamInfer, which any model takes."""
+        """Call ModelStreamInfer, which every model supports, and yield each response."""
         call = self._channel.stream_stream(
             _SERVICE + "ModelStreamInfer",
             pb.ModelInferRequest.SerializeToString,
@@ -86,39 +86,39 @@ class GrpcTransport:
                 yield _response(received.infer_response)
 
     def ready(self, model: str, version: str) -> None:
-        """ServerReady, or ModelReady."""
+        """Call ServerReady or ModelReady."""
         if not model and not self._call("ServerReady").ready:
             raise TransportError(NOT_READY)
         if model and not self._call("ModelReady", name=model, version=version).ready:
             raise TransportError("Model version not ready")
 
     def models(self) -> list[dict[str, Any]]:
-        """RepositoryIndex."""
+        """Call RepositoryIndex."""
         rows = [as_json(row) for row in self._call("RepositoryIndex").models]
         return [{name: text for name, text in row.items() if text} for row in rows]
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
-        """RepositoryModelLoad."""
+        """Call RepositoryModelLoad."""
         given = pb.ModelRepositoryParameter(string_param=json.dumps(config))
         parameters = {"config": given} if config else {}
         self._call("RepositoryModelLoad", model_name=model, parameters=parameters)
 
     def unload(self, model: str) -> None:
-        """RepositoryModelUnload."""
+        """Call RepositoryModelUnload."""
         self._call("RepositoryModelUnload", model_name=model)
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
-        """ModelStatistics."""
+        """Call ModelStatistics."""
         found = self._call("ModelStatistics", name=model, version=version)
         return [as_json(row) for row in found.model_stats]
 
     def config(self, model: str, version: str) -> dict[str, Any]:
-        """ModelConfig."""
+        """Call ModelConfig."""
         found = self._call("ModelConfig", name=model, version=version)
         return dict(as_json(found.config))
 
     def regions(self) -> list[dict[str, Any]]:
-        """SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
+        """Call SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
         return [
             as_json(found.regions[name])
             for kind in ("System", "Cuda")
@@ -127,11 +127,11 @@ class GrpcTransport:
         ]
 
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
-        """SystemSharedMemoryRegister, or of CUDA."""
+        """Call SystemSharedMemoryRegister or CudaSharedMemoryRegister."""
         self._call(f"{kind.title()}SharedMemoryRegister", name=name, **fields)
 
     def unregister(self, kind: str, name: str) -> None:
-        """SystemSharedMemoryUnregister, or of CUDA."""
+        """Call SystemSharedMemoryUnregister or CudaSharedMemoryUnregister."""
         self._call(f"{kind.title()}SharedMemoryUnregister", name=name)
 
     def _call(self, method: str, **fields: Any) -> Any:
@@ -169,7 +169,7 @@ def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
 
 
 def infer_message(request: OutgoingRequest) -> Any:
-    """Return the ModelInferRequest of a request."""
+    """Return the ModelInferRequest message of a request."""
     asked = pb.ModelInferRequest(
         model_name=request.model, model_version=request.version, id=request.id
     )
@@ -235,7 +235,7 @@ def _response(found: Any) -> dict[str, Any]:
 
 
 class GrpcDoor:
-    """A door for ModelInfer or ModelStreamInfer.
+    """A factory of lanes that call ModelInfer or ModelStreamInfer.
 
     With ModelStreamInfer, each lane has one stream, with one request at a time.
     """
@@ -243,7 +243,10 @@ class GrpcDoor:
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, *, streams: bool
     ) -> None:
-        """Raises InvalidArgument for invalid TLS files."""
+        """Prepare the door, whose lanes open the connections.
+
+        Raises InvalidArgument for invalid TLS files.
+        """
         self.streams = streams
         self.poller = poller
         self._connect = partial(
@@ -284,7 +287,7 @@ class GrpcDoor:
         return self._connections[number]
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections of all lanes."""
         for connection in self._connections:
             connection.close()
 
@@ -361,11 +364,11 @@ class _Outgoing:
     def __init__(self, lane: GrpcLane, window: int) -> None:
         self.lane = lane
         self.window = window
-        self.read = 0  # bytes since its window was made larger
+        self.read = 0  # bytes read since the last window update
 
 
 class Http2Client:
-    """A connection of an HTTP/2 client."""
+    """The client's end of an HTTP/2 connection, with the streams of several lanes."""
 
     def __init__(self, connect: partial[ClientConnection], poller: Poller) -> None:
         self._poller = poller
@@ -373,13 +376,14 @@ class Http2Client:
         self._streams: dict[int, _Outgoing] = {}
         self._next = 1
         self._out: list[bytes] = []
-        self._waiting: deque[tuple[int, memoryview, bool]] = deque()  # for windows
+        # Data that waits for window updates: the stream, the bytes, whether they are the last.
+        self._waiting: deque[tuple[int, memoryview, bool]] = deque()
         self._window = self._first_window = h2.DEFAULT_WINDOW
         self._read = 0
         self._largest = h2.SMALLEST_FRAME
         self._rest = b""
         self._block = b""
-        # Nothing is kept in tables, so a block means the same each time.
+        # This client announces a header table of size 0, so equal blocks mean the same headers.
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
         self._errors_by_block: dict[bytes, str] = {}
@@ -394,7 +398,12 @@ class Http2Client:
         return self._connection.open
 
     def start(self, lane: GrpcLane, head: bytes) -> int:
-        """Begin a call and return its stream ID."""
+        """Begin a call and return its stream id.
+
+        Args:
+            lane: The lane that receives the data of the stream.
+            head: The header block of the call.
+        """
         stream = self._next
         self._next += 2
         self._streams[stream] = _Outgoing(lane, self._first_window)
@@ -420,7 +429,7 @@ class Http2Client:
             stream, message, end = self._waiting.popleft()
             outgoing = self._streams.get(stream)
             if outgoing is None:
-                continue  # the stream has ended meanwhile
+                continue  # the stream has ended in the meantime
             while message and (allowed := min(self._window, outgoing.window, self._largest)) > 0:
                 part, message = message[:allowed], message[allowed:]
                 self._window -= len(part)
@@ -534,7 +543,7 @@ def _window_update(stream: int, size: int) -> bytes:
 
 
 def _error_of(decoded: Iterable[Any]) -> str:
-    """Return the error in the head or trailers of a response, or ""."""
+    """Return the error in the headers or trailers of a response, or ""."""
     fields: dict[str, str] = dict(decoded)
     if fields.get("grpc-status", "0") != "0":
         text = unquote(fields.get("grpc-message", ""))

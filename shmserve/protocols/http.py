@@ -44,7 +44,8 @@ _closes = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1
 _LONGEST_ERROR = 300
 OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_DECOUPLED = "models with decoupled transaction policy"  # in the error of a request without lines
+# Part of the error for a request to a decoupled model without lines of JSON.
+_DECOUPLED = "models with decoupled transaction policy"
 _JSON = {"Content-Type": "application/json"}
 
 # Non-empty text: the first chunk of a chat has only the role.
@@ -53,7 +54,7 @@ _completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
 
 class _Exchange(http.client.HTTPConnection):
-    """A connection for one request and its response."""
+    """A connection for one HTTP request and its response."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
         super().__init__(address.target or "localhost")
@@ -66,7 +67,7 @@ class _Exchange(http.client.HTTPConnection):
 
 
 class HttpTransport:
-    """A server at an address of HTTP."""
+    """A blocking client of an HTTP server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self.where = address.where
@@ -74,7 +75,7 @@ class HttpTransport:
         self._connect = partial(_Exchange, address, credentials.tls() if address.tls else None)
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """GET /v2/models/NAME."""
+        """Send GET /v2/models/NAME and return the inputs by name."""
         metadata = self._json(model_path(model, version))
         try:
             return {
@@ -87,7 +88,10 @@ class HttpTransport:
             raise TransportError("the server did not answer with a model's metadata") from error
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """POST /v2/models/NAME/infer, and again for lines of JSON if the model is decoupled."""
+        """Send POST /v2/models/NAME/infer and yield each response.
+
+        If the model is decoupled, the request is sent again for lines of JSON.
+        """
         try:
             yield _response(*self._exchange(*_inference(request, binary=True)))
             return
@@ -99,7 +103,7 @@ class HttpTransport:
                 yield _response(line, None)
 
     def ready(self, model: str, version: str) -> None:
-        """GET /v2/health/ready, or of a model."""
+        """Send GET /v2/health/ready, or GET /v2/models/NAME/ready."""
         if model:
             self._exchange("GET", f"{model_path(model, version)}/ready")
             return
@@ -109,30 +113,30 @@ class HttpTransport:
                 raise TransportError(NOT_READY)
 
     def models(self) -> list[dict[str, Any]]:
-        """POST /v2/repository/index."""
+        """Send POST /v2/repository/index."""
         return self._rows("POST", "/v2/repository/index")
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
-        """POST /v2/repository/models/NAME/load."""
+        """Send POST /v2/repository/models/NAME/load."""
         body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
         path = f"/v2/repository/models/{quote(model, safe='')}/load"
         self._exchange("POST", path, body if config else None)
 
     def unload(self, model: str) -> None:
-        """POST /v2/repository/models/NAME/unload."""
+        """Send POST /v2/repository/models/NAME/unload."""
         self._exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/unload")
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
-        """GET /v2/models[/NAME]/stats."""
+        """Send GET /v2/models[/NAME]/stats."""
         path = model_path(model, version) if model else "/v2/models"
         return list(self._json(f"{path}/stats")["model_stats"])
 
     def config(self, model: str, version: str) -> dict[str, Any]:
-        """GET /v2/models/NAME/config."""
+        """Send GET /v2/models/NAME/config."""
         return self._json(f"{model_path(model, version)}/config")
 
     def regions(self) -> list[dict[str, Any]]:
-        """GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
+        """Send GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
         return [
             row
             for kind in ("system", "cuda")
@@ -140,18 +144,18 @@ class HttpTransport:
         ]
 
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
-        """POST /v2/systemsharedmemory/region/NAME/register, or of cuda."""
+        """Send POST /v2/systemsharedmemory/region/NAME/register, or the same for cuda."""
         raw = fields.get("raw_handle")
         coded = {} if raw is None else {"raw_handle": {"b64": base64.b64encode(raw).decode()}}
         body = json.dumps({**fields, **coded}).encode()
         self._exchange("POST", f"{_region_path(kind, name)}/register", body)
 
     def unregister(self, kind: str, name: str) -> None:
-        """POST /v2/systemsharedmemory/region/NAME/unregister, or of cuda."""
+        """Send POST /v2/systemsharedmemory/region/NAME/unregister, or the same for cuda."""
         self._exchange("POST", f"{_region_path(kind, name)}/unregister")
 
     def close(self) -> None:
-        """Do nothing: every exchange has a connection of its own."""
+        """Do nothing: every exchange opens and closes its own connection."""
 
     def _json(self, path: str) -> dict[str, Any]:
         return _object(self._exchange("GET", path)[0])
@@ -204,7 +208,7 @@ class HttpTransport:
 
 
 def _inference(request: OutgoingRequest, binary: bool) -> tuple[str, str, bytes, int]:
-    """Return method, path, body and header length of a request."""
+    """Return the method, path, body and JSON header length of an inference request."""
     header = json.dumps(inference_header(request, binary)).encode()
     body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
     path = f"{model_path(request.model, request.version)}/infer"
@@ -304,12 +308,12 @@ def _error_text(content: bytes) -> str:
 
 
 class HttpDoor:
-    """A door for inference over HTTP, with one response per request."""
+    """A factory of lanes for inference over HTTP, with one response per request."""
 
     streams = False
 
     def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
-        """Raises InvalidArgument for invalid TLS files."""
+        """Prepare the door. Raises InvalidArgument for invalid TLS files."""
         tls = tls_of(address, credentials, "http/1.1")
         self.connect = partial(ClientConnection, address, tls, poller)
         self._host = address.target or "localhost"
@@ -317,13 +321,11 @@ class HttpDoor:
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return a POST of .../infer with binary tensors in both directions."""
-        header = json.dumps(inference_header(request, binary=True)).encode()
-        body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
-        path = f"{model_path(request.model, request.version)}/infer"
-        return self.post(path, body, {HEADER_LENGTH: str(len(header))})
+        _, path, body, header_length = _inference(request, binary=True)
+        return self.post(path, body, {HEADER_LENGTH: str(header_length)})
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Return the bytes of a POST."""
+        """Return the bytes of a POST request."""
         fields = [
             ("Host", self._host),
             *self._headers,
@@ -334,11 +336,11 @@ class HttpDoor:
         return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
     def lane(self, observer: LaneObserver) -> HttpLane:
-        """Open a connection."""
+        """Open a connection and return its lane."""
         return HttpLane(self, observer)
 
     def close(self) -> None:
-        """Do nothing: the lanes have the connections."""
+        """Do nothing: each lane closes its own connection."""
 
 
 class HttpLane:
@@ -350,8 +352,8 @@ class HttpLane:
         self._connection: ClientConnection = door.connect(self)
         self._busy = False
         self._in_body = False
-        self._remaining = 0  # bytes of the body
-        self._rest = b""  # of a head, or of a chunk's first line
+        self._remaining = 0  # bytes of the body that have not been received
+        self._rest = b""  # received bytes of an incomplete head or chunk size line
         self._ok = True
         self._closing = False
         self._error = b""  # the server's error message
@@ -451,7 +453,7 @@ def _described(error: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIRequest:
-    """The body of a request to one of the routes of OpenAI."""
+    """The JSON body of a request to one of the OpenAI routes."""
 
     body: dict[str, Any]
 
@@ -492,12 +494,12 @@ class EventLane(HttpLane):
 
 
 class GenerateDoor(HttpDoor):
-    """A door for `generate_stream`: inputs as JSON, any number of responses."""
+    """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses."""
 
     streams = True
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """Return a POST of .../generate_stream."""
+        """Return the bytes of a POST request to .../generate_stream."""
         body: dict[str, Any] = {tensor.name: _value(tensor) for tensor in request.inputs}
         body |= request.sequence_parameters()
         path = f"{model_path(request.model, request.version)}/generate_stream"
@@ -509,7 +511,7 @@ class GenerateDoor(HttpDoor):
 
 
 class OpenAIDoor(HttpDoor):
-    """A door for text generation by the routes of OpenAI.
+    """A factory of lanes for text generation by the OpenAI routes.
 
     Each chunk with text is a response. The usage at the end contains the number of tokens.
     """
@@ -519,17 +521,17 @@ class OpenAIDoor(HttpDoor):
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, route: str
     ) -> None:
-        """Raises InvalidArgument for invalid TLS files."""
+        """Prepare the door for a route. Raises InvalidArgument for invalid TLS files."""
         super().__init__(address, credentials, poller)
         self.route = route
 
     def encode(self, request: Any) -> bytes:
-        """Return a POST of a body."""
+        """Return the bytes of a POST request with a body."""
         assert isinstance(request, OpenAIRequest)
         return self.post(self.route, json.dumps(request.body).encode(), _JSON)
 
     def lane(self, observer: LaneObserver) -> EventLane:
-        """Open a connection."""
+        """Open a connection and return its lane."""
         return EventLane(self, observer, _has_text)
 
 

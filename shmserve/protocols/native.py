@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.request.channel import ClientRequest, RequestChannel
-from shmserve.client.request.prepare import PLAIN, Options, options_of
+from shmserve.client.request.prepare import PLAIN
 from shmserve.client.request.waiting import ClientStream
-from shmserve.client.session import Session
+from shmserve.client.session import Call, Session, call_of
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
@@ -60,7 +60,7 @@ class NativeTransport:
         }
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """Stream the responses of one request, whether or not the model is decoupled."""
+        """Send a request as a stream, for any kind of model, and yield its responses."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
             connection = self._session.connection()
@@ -102,17 +102,8 @@ def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
     return output(name, datatype, array.shape, raw)
 
 
-class NativeRequest(NamedTuple):
-    """The arguments from which a session builds each request; it asks for all outputs."""
-
-    model: str
-    version: str
-    inputs: Any
-    options: Options
-
-
 class NativeDoor:
-    """A door for a program on the server's host.
+    """A factory of lanes for a program on the server's host.
 
     Tensors are in a region on the `device` "cpu" or "cuda:0"; with "" they are copied.
     """
@@ -126,7 +117,7 @@ class NativeDoor:
         device: str = "",
         output_specs: Specs | None = None,
     ) -> None:
-        """Raises Disconnected when there is no server."""
+        """Connect to the server. Raises Disconnected when there is no server."""
         self.streams = streams
         self.poller = poller
         self._device = device
@@ -150,16 +141,21 @@ class NativeDoor:
         self._flushing = False
         self.channel.flush()
 
-    def encode(self, request: OutgoingRequest) -> NativeRequest:
-        """Return the arrays of a request; with a device, in a region with space for the outputs."""
+    def encode(self, request: OutgoingRequest) -> Call:
+        """Return a call for all outputs; with a device, in a region with space for the outputs."""
         arrays: Any = {tensor.name: array_of(tensor, request.model) for tensor in request.inputs}
-        options = options_of(
-            *(request.id, None, 0, request.timeout_us / 1e6 if request.timeout_us else None),
-            *(request.sequence or 0, request.start, request.end),
-        )
         if self._device:
             arrays = self._in_region(request.inputs, arrays)
-        return NativeRequest(request.model, request.version, arrays, options)
+        return call_of(
+            request.model,
+            arrays,
+            version=request.version,
+            timeout=request.timeout_us / 1e6 if request.timeout_us else None,
+            request_id=request.id,
+            sequence=request.sequence or 0,
+            start=request.start,
+            end=request.end,
+        )
 
     def _in_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {each.name: (each.shape, each.datatype) for each in inputs}
@@ -181,19 +177,16 @@ class NativeDoor:
 
 
 class NativeLane:
-    """A lane on the channel of the door."""
+    """A lane on the request channel of the door."""
 
     def __init__(self, door: NativeDoor, observer: LaneObserver) -> None:
         self._door = door
         self._observer = observer
 
-    def send(self, request: NativeRequest) -> None:
+    def send(self, request: Call) -> None:
         """Queue a request."""
         door = self._door
-        model, version, inputs, options = request
-        built = door.session.built(
-            door.connection, model, inputs, None, version, options, {}, stream=door.streams
-        )
+        built = door.session.built(door.connection, request, stream=door.streams)
         if door.streams:
             pending = ClientStream(door.channel, built)
             pending.on_item = partial(self._read, pending)

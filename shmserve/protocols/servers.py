@@ -44,12 +44,12 @@ def credentials(args: argparse.Namespace) -> Credentials:
     for text in args.header:
         name, colon, value = text.partition(":")
         if not (name.strip() and colon):
-            raise InvalidArgument(f"--header takes NAME:VALUE, not '{text}'")
+            raise InvalidArgument(f"--header: expected NAME:VALUE, got '{text}'")
         headers.append((name.strip(), value.strip()))
     if args.token_file:
         headers.append(("Authorization", f"Bearer {token(args.token_file)}"))
     if bool(args.client_cert) != bool(args.client_key):
-        raise InvalidArgument("--client-cert and --client-key go together")
+        raise InvalidArgument("--client-cert and --client-key must be given together")
     return Credentials(headers, args.root_cert, args.client_cert, args.client_key)
 
 
@@ -77,7 +77,7 @@ def address(url: str) -> Address:
             return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, tls)
     except ValueError:
         pass
-    raise InvalidArgument(f"--url takes {_FORMS}, not '{url}'")
+    raise InvalidArgument(f"--url: expected {_FORMS}, got '{url}'")
 
 
 def transport_at(address: Address, given: Credentials) -> AdminTransport:

@@ -1,4 +1,4 @@
-"""Conversion of tensors for the shell's client: command-line values and the bytes of outputs."""
+"""Conversion between command-line values and tensors, for `shmserve client`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
 
-_MOST_DIMENSIONS = 32  # of numpy's arrays
+_MOST_DIMENSIONS = 32  # numpy's maximum number of dimensions
 
 # The required type of JSON elements of a datatype, and its name in messages.
 _INTEGER = (int, "integers")
@@ -49,14 +49,15 @@ def split_input(text: str) -> tuple[str, str]:
     """Return the name and the value of an `--input`. Raises InvalidArgument."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise InvalidArgument(f"--input takes NAME=VALUE, not '{text}'")
+        raise InvalidArgument(f"--input: expected NAME=VALUE, got '{text}'")
     return name, value
 
 
 def load(name: str, text: str) -> Any:
-    """Return the value of a text: JSON, or a file named after @. Raises InvalidArgument.
+    """Return the value of a command-line text: JSON, or the content of a file named after @.
 
-    A .npy file is read as an array, and any other file as its bytes (see `encode`).
+    A .npy file is read as an array, and any other file as its bytes (see `encode`). Raises
+    InvalidArgument.
     """
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
@@ -65,7 +66,7 @@ def load(name: str, text: str) -> Any:
     except RecursionError as error:
         raise InvalidArgument(f"input '{name}': the lists are nested too deeply") from error
     except ValueError as error:
-        hint = "" if text[:1] in tuple('[{"') else f" (a text has quotes: --input '{name}=\"...\"')"
+        hint = "" if text[:1] in tuple('[{"') else f" (quote a string: --input '{name}=\"...\"')"
         raise InvalidArgument(f"input '{name}': not JSON: {error}{hint}") from error
 
 
@@ -75,10 +76,12 @@ def _load_array(name: str, path: Path) -> _Array:
             if path.suffix not in (".npy", ".npz"):
                 return np.array(file.read(), np.object_)
             array = np.load(file, allow_pickle=False)
-    except Exception as error:  # any exception of numpy for an invalid file
+    except Exception as error:  # numpy may raise any exception for an invalid file
         raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
     if not isinstance(array, np.ndarray):
-        raise InvalidArgument(f"input '{name}': {path} holds several arrays, not one")
+        raise InvalidArgument(
+            f"input '{name}': {path} contains several arrays; save a single array"
+        )
     return array
 
 
@@ -93,7 +96,7 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
         InvalidArgument: The elements are not of the datatype.
     """
     if tensor.datatype not in ITEM_SIZE:
-        raise InvalidArgument(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
+        raise InvalidArgument(f"input '{tensor.name}' has the unknown datatype {tensor.datatype}")
     if isinstance(value, np.ndarray) and value.dtype == object and tensor.datatype != "BYTES":
         value = _from_file(tensor, value.item())
     convert = _from_array if isinstance(value, np.ndarray) else _from_json
@@ -136,7 +139,7 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
     kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
     elements: list[Any] = []
     for element in _leaves(tensor, value, shape):
-        # To Python, true is an integer too.
+        # In Python, True is an integer, too.
         if not isinstance(element, kind) or (isinstance(element, bool) and kind is not bool):
             raise InvalidArgument(
                 f"input '{tensor.name}' is {tensor.datatype}: its elements are {called}, not "
@@ -214,7 +217,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InvalidArgument(f"{what}, and the file is no image: {error}") from error
+        raise InvalidArgument(f"{what}, but the file is not an image: {error}") from error
     if len(dims) == 3:
         pixels = pixels.reshape(*pixels.shape[:2], -1)
     if first:
@@ -232,7 +235,7 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
         if array.dtype.kind in "SUO":
             return array
     elif floating and array.dtype.kind == "f":
-        # Less precise is what the model takes; every other conversion must keep the values.
+        # The model's datatype may have less precision; every other conversion must keep the values.
         with np.errstate(over="ignore"):
             if tensor.datatype == "BF16":
                 return to_bf16(array.astype(np.float32))

@@ -94,7 +94,7 @@ class NodeServer:
         """
         self._check_process()
         if not await self._answers("/v2/health/live"):
-            raise RuntimeError(f"no server answers at {self._socket}")
+            raise RuntimeError(f"no server responds at {self._socket}")
 
     async def request(
         self,
@@ -121,7 +121,9 @@ class NodeServer:
 
     def _check_process(self) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
-            raise RuntimeError(f"shmserve serve ended with {status}; this replica's log has why")
+            raise RuntimeError(
+                f"shmserve serve exited with status {status}; see the log of this replica"
+            )
 
     async def _answers(self, path: str) -> bool:
         timeout = aiohttp.ClientTimeout(_CHECK_S)
@@ -184,8 +186,8 @@ _HOP_BY_HOP = {
 }
 _OF_ONE_NODE = {
     r"/v2/(system|cuda)sharedmemory\b": "memory is shared with the server of the client's own node",
-    r"/v2/repository/models/.*/(un)?load$": "each node loads what its server's flags say",
-    r"/v2/(logging|trace/setting|models/.*/trace/setting)$": "settings are those of one node",
+    r"/v2/repository/models/.*/(un)?load$": "each node's server loads models separately",
+    r"/v2/(logging|trace/setting|models/.*/trace/setting)$": "each server has its own settings",
 }
 
 
@@ -200,7 +202,7 @@ def refusal(path: str) -> str:
     """Return why only a certain node can serve this path, or "" if any node can."""
     for pattern, reason in _OF_ONE_NODE.items():
         if re.match(pattern, path.partition("?")[0]):
-            return f"{reason}: not through Ray's proxy, ask that node's server"
+            return f"{reason}; send this request to the server of a node, not to Ray's proxy"
     return ""
 
 

@@ -164,7 +164,11 @@ class BatchingCore(Core[ScheduledRequest]):
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
     def _learn(self, message: Submit) -> BatchFit:
-        """Return how requests of a new schema batch. Raises InvalidArgument or Internal."""
+        """Return how requests of a new schema can be batched.
+
+        Raises:
+            InvalidArgument, Internal: The schema does not fit the model.
+        """
         try:
             return self._fits.learn(message.schema)
         except InvalidArgument as error:
@@ -203,7 +207,7 @@ class BatchingCore(Core[ScheduledRequest]):
                     request.meet(Event.CANCEL)
                 self.executions.cancel(request, listening)
             case _:
-                pass  # decided already
+                pass  # the outcome is decided already
 
     def _withdraw(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.QUEUED:
@@ -221,7 +225,7 @@ class BatchingCore(Core[ScheduledRequest]):
         for request in list(client.requests.values()):
             match request.state:
                 case State.DONE:
-                    continue  # it ended with an earlier request of its sequence
+                    continue  # this request ended with an earlier request of its sequence
                 case State.QUEUED | State.HELD:
                     self._withdraw(request, now_ns)
                 case State.EXECUTING | State.RESPONDING:
@@ -250,7 +254,8 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.instance_failed(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-                self._release_retired()  # before the next message announces a successor
+                # Retired instances are removed before the next message announces a successor.
+                self._release_retired()
             case CountChange():
                 self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():
@@ -332,7 +337,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case State.HELD:
                 pass
             case _:
-                return  # its other timer was first
+                return  # the request's other timer has ended it
         self._responses.fail(request, "UNAVAILABLE", text, reason, now_ns, early)
 
     def _refuse_waiting(self, reason: str, now_ns: int) -> None:

@@ -56,9 +56,9 @@ from shmserve.scheduler.statistics import (
 logger = logging.getLogger(__name__)
 
 
-# The current values in a snapshot.
+# The keys of a snapshot that are current values, not counts.
 _NOW = ("pending", "executing", "open_sequences", "live", "instances")
-_MOST_CLIENTS = 1024  # beyond that, clients without requests are removed
+_MOST_CLIENTS = 1024  # beyond this number, clients without requests are removed
 
 R = TypeVar("R")
 
@@ -184,7 +184,7 @@ class OverloadLog:
         self.due_ns = NEVER
 
     def refuse(self) -> None:
-        """Count a refused request."""
+        """Count a refused request in the next log line."""
         self._refused += 1
         self.due_ns = self._next_ns
 
@@ -194,7 +194,7 @@ class OverloadLog:
         self.write()
 
     def write(self) -> None:
-        """Log the count."""
+        """Write the log line with the number of refused requests, and reset it."""
         self.due_ns = NEVER
         if self._refused:
             logger.warning(
@@ -245,7 +245,7 @@ class Core(Protocol[R]):
         """Release outputs that a client has read and that are not in a response cache."""
 
     def disconnect(self, client: Client[R], now_ns: int) -> None:
-        """Remove a client that has exited, and cancel its requests."""
+        """Cancel the requests of a client that has exited."""
 
     def stop(self, request: R, now_ns: int) -> None:
         """Fail a request because the scheduler stops."""
@@ -257,10 +257,14 @@ class Core(Protocol[R]):
         """Handle a message of the supervisor that only this kind of scheduler receives."""
 
     def tick(self, now_ns: int) -> int:
-        """Do what is due; return when to call again if nothing happens before (NEVER: no need)."""
+        """Expire and start requests, and send responses.
+
+        Returns:
+            The time (monotonic ns) of the next call if nothing happens before; NEVER: no need.
+        """
 
     def gauges(self) -> dict[str, Any]:
-        """Return the current values: pending, executing, instances, malformed frames."""
+        """Return the current values for metrics: pending, executing, instances, malformed."""
 
     def drain(self, sequences: bool) -> None:
         """Stop waiting for further requests; `sequences`: open sequences may continue."""
@@ -275,7 +279,7 @@ class Core(Protocol[R]):
         return 0
 
     def worded(self, text: str) -> str:
-        """Return an error text in the form that clients receive."""
+        """Return an error text with the prefix or suffix that clients of this kind receive."""
         return text
 
 
@@ -293,7 +297,7 @@ class Front(Generic[R]):
     _wall_clock: Callable[[], int]
     _model: str
     _cache: ResponseCache | None = None
-    _dead: dict[int, None] = field(default_factory=dict)  # exited processes in order
+    _dead: dict[int, None] = field(default_factory=dict)  # pids of exited processes, oldest first
     _draining: bool = False
     _drained: bool = False
     stopped: bool = False
@@ -382,7 +386,7 @@ class Front(Generic[R]):
     # --- supervisor -------------------------------------------------------------------------------
 
     def from_control(self, message: Any, now_ns: int) -> None:
-        """Handle a message of the supervisor: a `SupervisorToScheduler`, or one of the core's."""
+        """Handle a message of the supervisor: a `SupervisorToScheduler`, or one for the core."""
         match message:
             case ProcessExited():
                 self._process_exited(message.process, message.reason, now_ns)
@@ -433,7 +437,11 @@ class Front(Generic[R]):
     # --- time and counts --------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        """Do what is due; return when to call again if nothing happens before (NEVER: no need)."""
+        """Run the core's turn and the due log lines.
+
+        Returns:
+            The time (monotonic ns) of the next call if nothing happens before; NEVER: no need.
+        """
         wake_ns = self._core.tick(now_ns)
         overload = self._overload
         if overload.due_ns != NEVER:

@@ -47,7 +47,10 @@ T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
-    """A cached response: its schema, and the bytes of each tensor. `small`: all go in a message."""
+    """A cached response: its schema and the bytes of each tensor.
+
+    `small`: all tensors are sent inside the message.
+    """
 
     schema: bytes
     data: list[bytes]
@@ -55,7 +58,7 @@ class _Entry(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The part of a cache key that follows from a request's schema.
+    """The part of a cache key that a request's schema determines.
 
     Attributes:
         prefix: The packed names, datatypes, shapes, parameters and requested outputs.
@@ -90,7 +93,7 @@ class ResponseCache:
     def look_up(self, submit: Submit) -> Lookup | None:
         """Return the result of a lookup, or None if the request bypasses the cache.
 
-        The caller settles the result.
+        The caller must lend or cancel the result.
         """
         began_ns = self._clock()
         copies: list[Block] = []
@@ -118,7 +121,12 @@ class ResponseCache:
         return cache_head(self._model, self._version, request)
 
     def _bytes(self, data: Any) -> Any:
-        """Return the bytes of a tensor; raise MalformedMessage, or Unavailable as `_read`."""
+        """Return the bytes of a tensor that is inline or in a memory range.
+
+        Raises:
+            MalformedMessage: The memory range cannot be decoded.
+            Unavailable: The memory cannot be read; see `_read`.
+        """
         return data if type(data) is bytes else self._read(unpack_range(data))
 
     def insert(self, key: bytes, response: Packed) -> int:
@@ -128,7 +136,7 @@ class ResponseCache:
         try:
             kept = [bytes(self._bytes(each)) for each in data]
         except (MalformedMessage, ShmserveError, ValueError, TypeError):
-            return self._clock() - began_ns  # in memory that schedulers do not read
+            return self._clock() - began_ns  # the response is in memory that schedulers do not read
         small = all(type(each) is bytes for each in data)
         entry = _Entry(schema, kept, small)
         byte_size = _ENTRY + len(schema) + sum([len(each) for each in kept])
@@ -140,7 +148,8 @@ class ResponseCache:
 
     def _refused(self, key: bytes, byte_size: int) -> None:
         self._too_large += 1
-        if self._too_large & (self._too_large - 1) == 0:  # the 1st, 2nd, 4th, ...: not each
+        # Log only the 1st, 2nd, 4th, 8th, ... refusal.
+        if self._too_large & (self._too_large - 1) == 0:
             logger.warning(
                 "Failed to insert key %s: a response of model '%s' takes %d bytes, its share of "
                 "the response cache is %d (so far %d were too large)",
@@ -196,18 +205,18 @@ class ResponseCache:
         self.lent.free(memory_range)
 
     def process_exited(self, pid: int) -> None:
-        """Release the memory of a process that has exited, and everything it was reading."""
+        """Release the memory of a process that has exited, and the copies that it was reading."""
         self._mappings.drop_process(pid)
         self.lent.drop_reader(pid)
 
     def clear(self) -> None:
-        """Remove all responses: they may not be valid any more."""
+        """Remove all responses, because they may no longer be valid."""
         self._entries.clear()
 
     # --- size -------------------------------------------------------------------------------------
 
     def resize(self, byte_size: int) -> None:
-        """Change the share of the server's cache."""
+        """Change the cache's capacity: its share of the server's cache in bytes."""
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:

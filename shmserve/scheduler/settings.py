@@ -52,16 +52,16 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
-    """The queue's priority levels, 1 ..
+    """The queue's priority levels, numbered from 1, and the policy of each level.
 
-    `levels` (0: one level, and priorities are ignored), and the policy of each.
+    `levels` is their number; 0: there is one level, and priorities are ignored.
     """
 
     default: LevelPolicy
     levels: int = 0
     default_level: int = 0
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
-    limited: bool = False  # the configuration has levels or limits
+    limited: bool = False  # whether the configuration has levels or limits
 
     def level(self, priority: int) -> int:
         """Return the level of requests with this priority."""
@@ -119,17 +119,19 @@ class Settings:
     policies: QueuePolicies
     preserve_ordering: bool
     execution_limit_ns: int
-    hold: tuple[int, int] = (0, 0)  # test hook: start once so many are queued, in the backlog
+    # A test hook: the numbers of queued requests and of backlogged sequences at which dispatch
+    # starts.
+    hold: tuple[int, int] = (0, 0)
     sequences: Sequencing | None = None
     timeout_is_deadline: bool = False  # whether a request's `timeout` ends it
     decoupled: bool = False  # a request may have any number of responses
-    most_open: int = 0  # open requests per instance of a decoupled model; 0: unlimited
+    most_open: int = 0  # maximum open requests per instance of a decoupled model; 0: unlimited
     quantiles: tuple[float, ...] = ()  # quantiles of the last minute's times to report
     first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
     cached: bool = False  # its responses may be cached
-    engine: EngineSettings | None = None  # of a model that generates text
+    engine: EngineSettings | None = None  # settings of a model that generates text
 
     @property
     def queue_delay_ns(self) -> int:
@@ -209,7 +211,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
 
 
 def _hold(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
-    """Return the `Settings.hold`. As in Triton, the default scheduler holds nothing."""
+    """Return the value of `Settings.hold`. As in Triton, the default scheduler holds nothing."""
     if config.sequence_batching is not None:
         return limits.delay_scheduler, limits.backlog_delay_scheduler
     return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0

@@ -97,7 +97,7 @@ class Reason(StrEnum):
 
     REJECTED = "REJECTED"  # not admitted, or expired in the queue
     CANCELED = "CANCELED"
-    BACKEND = "BACKEND"  # the model or its process
+    BACKEND = "BACKEND"  # the model failed, or its process died
     OTHER = "OTHER"
 
 
@@ -153,7 +153,7 @@ class Statistics(Table):
         Raises:
             AttributeError, KeyError, TypeError, ValueError: The base is no table.
         """
-        for name in ("success", "execution_count"):  # in every table
+        for name in ("success", "execution_count"):  # these keys are in every table
             int(base[name])
         plus(self.table(), base)
         self._base = base
@@ -242,7 +242,8 @@ class Statistics(Table):
     ) -> None:
         """Count a response of a decoupled model, or the end of its responses."""
         if not request.responses and (response.schema or response.code):
-            whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS  # as Triton observes them
+            # The first-response time in whole ms, as Triton observes it.
+            whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS
             self._first_responses.observe(whole_ms * _NS_PER_MS)
         self._responses.responded(request, response, now_ns)
 
@@ -251,7 +252,7 @@ class Statistics(Table):
         self._responses.cancelled(request, now_ns)
 
     def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
-        """Count a failure."""
+        """Count a failed request."""
         self.fail += 1
         self.fail_ns += max(now_ns - arrived_ns, 0)
         self.failures[reason] += 1
@@ -271,7 +272,7 @@ class Statistics(Table):
         self._base = dict(snapshot["base"])
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole report; `gauges` are the current values under `shmserve`."""
+        """Return the complete report; `gauges` are the current values under `shmserve`."""
         self._count()
         executions = self.executions
         count, executed = self.success, self.success - self.cache_hit

@@ -99,7 +99,7 @@ class Quantiles:
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
         self._parts: deque[dict[int, int]] = deque([self._newest], maxlen=_PARTS)
-        self._ends_ns = 0  # the end of the newest part
+        self._ends_ns = 0  # when the newest part of the window ends
 
     def observe(self, value: int, now_ns: int) -> None:
         """Count an observation; values below 1 count as 0."""
@@ -130,7 +130,7 @@ class Quantiles:
 
 
 def _at(quantile: float, counts: dict[int, int]) -> float | None:
-    """Return the middle of the bucket that holds this quantile."""
+    """Return the middle of the bucket that contains this quantile, or None without counts."""
     rank = min(max(quantile, 0), 1) * (sum(counts.values()) - 1)
     below = 0
     for index in sorted(counts):
@@ -218,7 +218,7 @@ class ResponseStats(Table):
     """
 
     def __init__(self) -> None:
-        self.responses: list[list[int]] = []  # count and ns of each name
+        self.responses: list[list[int]] = []  # the count and the total ns of each column
 
     def responded(
         self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
@@ -282,15 +282,16 @@ class ExecutionStats(Table):
     def __init__(self) -> None:
         self.execution_count = 0
         self.last_ns = 0
-        self.batch_sizes: dict[int, list[int]] = {}  # count, and ns of the three phases
+        # By batch size: the count, and the ns of the three phases.
+        self.batch_sizes: dict[int, list[int]] = {}
         self.batches_closed = dict.fromkeys(Closed, 0)
         self.compute_seconds = Histogram(SECONDS, NS_PER_S)
         self.batch_size = Histogram(_SIZES)
         self._copied = [0, 0]
-        self.padding: dict[str, list[int]] = {}  # by input: elements, padding elements
+        self.padding: dict[str, list[int]] = {}  # by input name: elements and padding elements
 
     def count(self, noted: list[Execution]) -> None:
-        """Count executions."""
+        """Count the recorded executions."""
         reasons, units, timings = zip(*noted, strict=True)
         _, *phases, _, _, _ = zip(*timings, strict=True)
         self.execution_count += len(noted)
@@ -309,7 +310,7 @@ class ExecutionStats(Table):
         self.batch_size.observe(*units)
 
     def copied(self, into: int, out: int) -> None:
-        """Count the bytes of tensors that a worker copied."""
+        """Count the bytes of tensors that a worker copied into and out of the model."""
         self._copied[0] += into
         self._copied[1] += out
 
@@ -336,7 +337,7 @@ class ExecutionStats(Table):
         return (wall_ns - (now_ns - self.last_ns)) // 1_000_000 if self.last_ns else 0
 
     def by_size(self) -> list[dict[str, Any]]:
-        """Return `batch_stats` of the report."""
+        """Return the statistics by batch size, as `batch_stats` of the report."""
         return [
             {
                 "batch_size": size,
@@ -371,7 +372,7 @@ class GenerationStats(Table):
         self.phases = dict.fromkeys(("schedule", "gather", "forward", "sample", "draft", "text"), 0)
         self.drafted = 0
         self.accepted = 0
-        self.speculative_steps = 0  # rows of steps with draft tokens
+        self.speculative_steps = 0  # rows of steps that contained draft tokens
         self.iteration_seconds = Histogram(SECONDS, NS_PER_S)
         self.scheduler_seconds = Histogram(_FAST_SECONDS, NS_PER_S)
         self.batch_tokens = Histogram(_TOKENS)

@@ -42,21 +42,9 @@ class Health:
         self._strict = strict
         self.started = False  # the models of the start are loaded
         self.failed = False  # the start failed
-        self.exiting = False
+        self.exiting = False  # the server ends, and its clients have no successor to go to
         self._current = HealthChanged(live=True, ready=False, exiting=False)
         self.failures = LoadsFailed([], 0)
-
-    def start(self) -> None:
-        """Record that the models of the start are loaded."""
-        self.started = True
-
-    def fail(self) -> None:
-        """Record that the start failed."""
-        self.failed = True
-
-    def exit(self) -> None:
-        """Record that the server ends and its clients have no successor to go to."""
-        self.exiting = True
 
     def current(self) -> HealthChanged:
         """Return the last published health."""
@@ -130,13 +118,13 @@ class Watchdog:
                     await self._control.until_acknowledged(number)
             except TimeoutError:
                 logger.error(
-                    "no watchdog notification to the service manager, which ends this server %g "
-                    "s after the last one: no response from %s",
+                    "the service manager is not notified, and ends this server %g s after the "
+                    "last notification, because these processes do not respond: %s",
                     limit_s,
                     ", ".join(self._missing(number)),
                 )
                 await self._control.until_acknowledged(number)
-                logger.warning("all processes answer again")
+                logger.warning("all processes respond again")
             self._manager.alive()
             await asyncio.sleep(limit_s / 2)
 

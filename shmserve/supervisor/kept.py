@@ -94,7 +94,7 @@ class KeptProcesses(ABC):
         if self._stopping:
             return
         if not kept.contact.done() and self._would_fail_again(child):
-            kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
+            kept.contact.set_exception(Unavailable(f"{child.title} ended during its start"))
             kept.contact.exception()  # avoids asyncio's warning if nothing waits
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)

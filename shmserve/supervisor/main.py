@@ -43,7 +43,7 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import ModelManager, Publications
+from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import Child, ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
@@ -218,7 +218,8 @@ def compose(
         feed.models_changed()
         announce(context, health)
 
-    models = ModelManager(context, planner, registry, publications, models_changed)
+    parts = (context, planner, registry, publications, models_changed)
+    models = ModelManager(LifecycleExecutor(*parts))
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
@@ -226,8 +227,8 @@ def compose(
 
     def objection() -> str:
         if manager.is_present:
-            return "a service manager has started it and must restart it (systemctl restart)"
-        return "" if health.started and not health.exiting else "it is starting or stopping"
+            return "a service manager started the server and must restart it (systemctl restart)"
+        return "" if health.started and not health.exiting else "the server is starting or stopping"
 
     endings: asyncio.Queue[int] = asyncio.Queue()
     handover = Handover(

@@ -155,11 +155,11 @@ class Supervisor:
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
-            logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
+            logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
         for backend, setting, value in context.config.backend_config:
             if setting in IDLE_BACKEND_SETTINGS:
                 setting_text = f"{backend},{setting}={value}"
-                logger.warning("--backend-config=%s is without effect here", setting_text)
+                logger.warning("--backend-config=%s has no effect", setting_text)
         if context.config.trace.discarded:
             logger.warning("--trace-config: traces are discarded: triton,file=PATH is missing")
         context.worker_zygote.start()  # first: torch takes longest
@@ -192,7 +192,7 @@ class Supervisor:
             )
             return 1
         await self.handover.take_over()
-        self.health.start()
+        self.health.started = True
         announce(self.context, self.health)
         self.gateways.accept()
         self.context.local_clients.connections.accept()
@@ -233,7 +233,7 @@ class Supervisor:
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
-            self.health.fail()
+            self.health.failed = True
             return False
 
     # --- deaths
@@ -281,10 +281,10 @@ class Supervisor:
         A signal within a second of the first one does not count.
         """
         context = self.context
-        self.manager.stopping("finishing what is in flight")
+        self.manager.stopping("finishing requests in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
         if not self.handover.has_successor:  # else its clients use the successor
-            self.health.exit()
+            self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(

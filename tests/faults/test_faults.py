@@ -238,7 +238,7 @@ def model_hangs(stage: Scene) -> None:
     model_does("hang")(stage)
     log = stage.server.log()
     memory_range = (
-        r"it is in wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
+        r"its stacks: wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
     )
     for requests in (3, 1):
         why = f"an execution of {requests} requests exceeded the limit of 3 seconds"

@@ -16,7 +16,6 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server that is still loading."""
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.add_slow(repository, "gated")
@@ -121,9 +120,9 @@ def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, m
             assert found == [500] * 5 + [503]  # each request is run twice
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"
-            why = "its process ended 10 times in a row (signal 6), and has executed nothing"
+            why = "its process ended 10 times in a row (signal 6), and it executed no request"
             assert why in rows["bad"]["reason"]
-            assert f"instance 'bad_0_0' stays down: {why}" in server.log()
+            assert f"instance 'bad_0_0' is not restarted: {why}" in server.log()
             assert http.get("/v2/models/bad/ready").status == 400
             code.write_text(good)
             if mode == "explicit":

@@ -72,7 +72,7 @@ class Stage:
         victim = self.server.find_one(title)
         victim.kill()
         until(
-            f"{title} is back",
+            f"{title} runs again",
             lambda: any(process.pid != victim.pid for process in self.server.find(title)),
         )
         self.server.wait_ready()

@@ -24,4 +24,12 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
     """Send bytes as they are: a router to one of its peers, a dealer to its only one."""
     connection = link._peers[peer] if isinstance(link, Router) else link._connection
     assert connection is not None
-    connection.send(data)
+    connection.unsent += data
+    connection.push()
+
+
+def framed(body: bytes) -> bytes:
+    """ZMTP's message of one part."""
+    short = len(body) < 256
+    size = len(body).to_bytes(1 if short else 8, "big")
+    return (b"\0" if short else b"\2") + size + body

@@ -286,7 +286,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     control.post(peer, supervision.InstanceExpected(0, pid))
     control.flush()
     worker.send(m.InstanceReady(0, pid))
-    while host._schedulers[0]._core.gauges()["instances"]["idle"] == 0:
+    while host._schedulers[0].core.gauges()["instances"]["idle"] == 0:
         _turn(host)
     body = case.respond(case.works(0, 0))
     numbers = itertools.count(1)
@@ -318,7 +318,6 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
 
 
 def _turn(host: Host) -> None:
-    """One of its loop's."""
     live = max([scheduler.live for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
         host._waiter.takers[fd]()

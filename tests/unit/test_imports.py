@@ -46,7 +46,6 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
-    """Whether a dotted name is one of the modules or in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 

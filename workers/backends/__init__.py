@@ -54,7 +54,7 @@ _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 
 
 class Backend(ABC):
-    """The base class of backends: runs one kind of model.
+    """The base class of backends, each of which runs one kind of model.
 
     Each instance has one object, used by one thread.
 
@@ -125,14 +125,15 @@ class Backend(ABC):
             stream.send(response, final=True)
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable | None:
-        """Return the handlers of scheduler messages for a backend with its own protocol.
-
-        None: batches.
+        """Return the handlers of scheduler messages if the backend has its own protocol.
 
         `writer.link` is the link to the scheduler. For each `opened` request of a message,
         `unpacker.request(opened.work)` returns the backend's request, and `ResponseStream(writer,
         opened, request)` accepts its responses. Handlers run in the instance's only loop and must
         not block it.
+
+        Returns:
+            The handlers by message type; None if the backend executes batches.
         """
         return None
 

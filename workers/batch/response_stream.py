@@ -43,14 +43,14 @@ class MetricsReports:
     """
 
     def __init__(self, changes: Callable[[], list[list[Any]] | None], link: InstanceLink) -> None:
-        self._changes = changes  # all families if there was a change since the last call
+        self._changes = changes  # returns all families if there was a change since the last call
         self._link = link
         self._last: MetricsReported | None = None
         self._again_s = 0.0
         self._tokens, self._counted_s = (
             float(_AT_ONCE),
             0.0,
-        )  # tokens, and the time of the last count
+        )  # tokens of the bucket, and the time of their last count
         self.timer = Timer(_SOON_NS, self._send)
 
     def changed(self, at_once: bool) -> None:
@@ -172,7 +172,7 @@ class ResponseStream:
         self._open = opened
         self._sent = False
         self._closed = False
-        self._traced = b""  # the tensors of a traced request
+        self._traced = b""  # packed tensors of a traced request
         self._overran = False
         self.rescheduled = False
         opened.open_window(bool(request.memory_ranges))
@@ -251,6 +251,7 @@ class ResponseStream:
             if self._closed or self._sent:
                 self.fail(error)
                 return None
+            self._trace_inputs()
             self._end()
             return Reply(self._open.key, error.code, error.message)
 
@@ -298,6 +299,7 @@ class ResponseStream:
         code = message = ""
         packed: Packed = (b"", [])
         copied_before = copied.outputs
+        self._trace_inputs()
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
         elif response is not None:
@@ -343,12 +345,17 @@ class ResponseStream:
         if final:
             self._end()
 
+    def _trace_inputs(self) -> None:
+        """Record the inputs before the first response, if the request is traced."""
+        if self.request.work.trace and not self._sent:
+            self._writer.scatterer.trace(self.request, self.request.inputs.values())
+
     def explain(self, error: BaseException) -> ShmserveError:
         """Return the error for the client, given an exception of the model or of a write."""
         try:
             return client_error(self._writer.context, error, self.request.work)
         except BaseException as lost:
-            self._writer.context.control.inbox.append(lost)  # the loop ends the process
+            self._writer.context.control.inbox.append(lost)  # the loop then ends the process
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 

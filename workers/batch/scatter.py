@@ -15,6 +15,7 @@ each output are derived from the first response of the kind.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from shmserve.workers.memory.outputs import Copier
 logger = logging.getLogger(__name__)
 
 
-MOST_TRACED = 1 << 20  # characters of the traced tensors of an execution
+MOST_TRACED = 1 << 26  # characters of the traced tensors of an execution
 _MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
 
 # Copying a smaller array takes less time than checking whether it is at its destination already.
@@ -43,7 +44,7 @@ _WORTH_A_LOOK = 16 * 1024
 
 
 class Ready(NamedTuple):
-    """An output to be written.
+    """An output that is ready to be written.
 
     Attributes:
         data: The wire form (BYTES), an array, or a tensor if the destination is on a device.
@@ -116,14 +117,14 @@ class Scatterer:
             ShmserveError: An output does not fit the model or its range, or memory is full.
         """
         if request.work.trace:
-            self._trace(request, response)
+            self.trace(request, response.outputs)
         if response.parameters or request.aliased:
             return self._write_new(request, response, None)
         memory_ranges, inputs = request.memory_ranges, request.inputs
         key: Any = []
         for name, datatype, data in response.outputs:
             key += (name, datatype, data.dtype, data.shape)
-            if memory_ranges:  # an input that is returned may stay where it is
+            if memory_ranges:  # a returned input may stay where it is
                 for source in inputs:
                     if inputs[source].array is data and inputs[source].memory_range is not None:
                         key += (source,)
@@ -152,15 +153,14 @@ class Scatterer:
             made += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
         return schema, made
 
-    def _trace(self, request: Request, response: Response) -> None:
-        """Record the tensors of a request, if its trace asks for them; long ones without data."""
+    def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
+        """Record tensors of a request, if its trace asks for them; long ones without data."""
         context = TraceContext.of(request.work.trace)
         if not context.tensors:
             return
         spans = self._context.spans
         budget = MOST_TRACED - sum(map(len, spans))
-        given: list[Input | Output] = [*request.inputs.values(), *response.outputs]
-        for each in given:
+        for each in tensors:
             output = each if isinstance(each, Output) else _as_output(each)
             text = (
                 as_text(each.datatype, _host_array(output)) if output.data.nbytes < budget else ""
@@ -218,7 +218,7 @@ class Scatterer:
         if self._whole:
             self._whole = False  # reported only once
             logger.warning(
-                "model '%s' was asked for outputs that it did not return: %s (logged once)",
+                "model '%s' did not return the requested outputs %s (logged once)",
                 self._signature.name,
                 ", ".join(missing),
             )
@@ -378,7 +378,10 @@ def _fitting(name: str, memory_range: Range, byte_size: int) -> Range:
 
 
 def _detached(item: Ready, request: Request) -> Ready:
-    """Copy an output that is a view of an input, which another output may overwrite earlier."""
+    """Return an output with a copy of its data if that is a view of an input.
+
+    Another output may be written over the input before this one.
+    """
     data = item.data
     if isinstance(data, bytes):
         return item
@@ -391,7 +394,7 @@ def _detached(item: Ready, request: Request) -> Ready:
 
 
 def _same(first: Array, second: Array) -> bool:
-    """Check whether two arrays of one shape and type have the same address."""
+    """Check whether two arrays of one shape and type start at the same address."""
     return second.flags.c_contiguous and bool(
         first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
     )
@@ -418,8 +421,7 @@ def _any_tensor(output: Output) -> Any:
     kind = PROTOCOL.get(output.data.dtype)
     if kind != output.datatype:
         raise Internal(
-            f"inference output '{output.name}' was given as {output.data.dtype}, which is not "
-            f"{output.datatype}"
+            f"inference output '{output.name}' is {output.data.dtype}, expected {output.datatype}"
         )
     return output.data
 

@@ -189,7 +189,7 @@ def _complete(future: asyncio.Future[Any], outcome: object) -> None:
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, str]  # a model's name, and its version or "" for the latest
+Key = tuple[str, str]  # the name of a model, and its version or "" for the latest
 
 
 class BlsCall(InflightRequest):
@@ -487,7 +487,7 @@ class CallRouter:
                 self._cancellations += [(each, False) for each in calls if each.request.cancelled]
             for link in self._links:
                 for message in link.receive():
-                    if isinstance(message, Finished | Responded) and message.spans:
+                    if isinstance(message, Finished | Responded | Failed) and message.spans:
                         self._on_spans(message.spans)
                     self.schedulers.take(link.endpoint, message)
             unresolved, self._unresolved = self._unresolved, []

@@ -51,7 +51,7 @@ class _Steps:
         else:
             self._profile.disable()
         path = _FOLDER / f"{os.getpid()}.{self._step}"
-        # Renamed, so that who waits for it finds it whole.
+        # The file is renamed at the end, so that a waiting process never reads a part of it.
         path.with_suffix(".part").write_text(self._text() if self._step == 3 else "")
         path.with_suffix(".part").rename(path)
 
@@ -59,7 +59,7 @@ class _Steps:
         calls: Counter[str] = Counter()
         python = 0
         for entry in self._profile.getstats():
-            if isinstance(entry.code, str):  # of C, and in what called it
+            if isinstance(entry.code, str):  # a C function, and the function that called it
                 continue
             python += entry.callcount
             of_c = [each for each in entry.calls or () if isinstance(each.code, str)]

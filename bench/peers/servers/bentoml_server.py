@@ -1,4 +1,4 @@
-"""BentoML: one worker, adaptive batching."""
+"""The BentoML server: one worker, adaptive batching."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The two models without a server: how a request becomes an array, and a row of results a response.
+"""The two models without a server, and the conversion between HTTP bodies and arrays.
 
 `MODEL` in the environment is "simple" or "image", `NETWORK` the file of the network for images.
 """
@@ -17,7 +17,7 @@ def add(pairs):
 
 
 def load():
-    """Return the function of a batch."""
+    """Return the function that computes a batch."""
     if os.environ["MODEL"] == "simple":
         return add
     import onnxruntime

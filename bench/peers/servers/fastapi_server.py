@@ -1,4 +1,4 @@
-"""FastAPI with uvicorn, which have no batching."""
+"""The server of FastAPI and uvicorn, which do not batch."""
 
 import uvicorn
 from codec import PORT, decode, encode, load

@@ -1,4 +1,4 @@
-"""LitServe: one worker and one process for HTTP."""
+"""The LitServe server: one worker and one process for HTTP."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""mosec: one worker."""
+"""The mosec server: one worker."""
 
 import numpy as np
 from codec import MAX_BATCH_SIZE, decode, encode, load
@@ -21,6 +21,6 @@ class Model(Worker):
 
 if __name__ == "__main__":
     server = Server()
-    # Its shortest delay is 1 ms.
+    # 1 ms is mosec's minimum delay.
     server.append_worker(Model, max_batch_size=MAX_BATCH_SIZE, max_wait_time=1, route="/infer")
     server.run()

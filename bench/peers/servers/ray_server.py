@@ -1,4 +1,4 @@
-"""Ray Serve: one replica."""
+"""The Ray Serve server: one replica."""
 
 import time
 

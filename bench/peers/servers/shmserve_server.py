@@ -1,4 +1,4 @@
-"""Classes for shmserve: one instance each."""
+"""The model classes for shmserve: one instance each."""
 
 from typing import NamedTuple
 

@@ -60,7 +60,7 @@ class Installation:
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
-    version: int = 0  # of systemd; 0: unknown
+    version: int = 0  # the version of systemd; 0: unknown
 
     @property
     def units(self) -> Path:
@@ -90,7 +90,7 @@ SYSUSERS = Path("/etc/sysusers.d/shmserve.conf")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An installed file.
+    """A file that `install` writes.
 
     Attributes:
         path: Its path.
@@ -107,57 +107,45 @@ class File:
 
 def files(host: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
+    own = host.settings / "shmserve.yaml"
     return [
-        File(path, purpose, None if body is None else stamped(body, own), own)
-        for path, purpose, body, own in _bodies(host)
+        File(path, purpose, None if body is None else stamped(body, path == own), path == own)
+        for path, purpose, body in _bodies(host)
     ]
 
 
-def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None, bool]]:
+def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
     user = host.home is not None
     models = json.dumps(str(host.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
-    yield (
-        host.settings / "shmserve.yaml",
-        "the server's flags",
-        _filled("config.yaml", models=models, group=group),
-        True,
-    )
-    yield host.units / SERVICES[0], "the server", _service(host, instance=False), False
-    yield (
-        host.units / SERVICES[1],
-        f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.yaml",
-        _service(host, instance=True),
-        False,
-    )
+    config = _filled("config.yaml", models=models, group=group)
+    yield host.settings / "shmserve.yaml", "the server's flags", config
+    yield host.units / SERVICES[0], "the server", _service(host, instance=False)
+    purpose = f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.yaml"
+    yield host.units / SERVICES[1], purpose, _service(host, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
         listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
-        yield host.units / unit, f"where {name} listens", _socket(name, listen, ""), False
-        yield (
-            host.units / _TEMPLATES[unit],
-            f"where {name} of shmserve@NAME listens, if it is enabled; with ports by a drop-in",
-            _socket(name, _listen("", f"%i-{name}.sock", user), "@%i"),
-            False,
+        yield host.units / unit, f"where {name} listens", _socket(name, listen, "")
+        purpose = (
+            f"where {name} of shmserve@NAME listens, if it is enabled; with ports by a drop-in"
         )
-    yield (
-        host.units / UNITS[-1],
-        "the resource limits of all servers together",
-        _filled("slice.conf"),
-        False,
-    )
+        listen = _listen("", f"%i-{name}.sock", user)
+        yield host.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
+    limits = "the resource limits of all servers together"
+    yield host.units / UNITS[-1], limits, _filled("slice.conf")
     for service in SERVICES:
         folder = host.units / f"{service}.d"
         for device in DEVICES:
             text = None if user or device != host.device else _filled(f"{device}.conf")
-            yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text, False
+            yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
         text = _filled("token.conf", credential=_credential(user)) if host.token else None
-        yield folder / "20-token.conf", "the tokens that clients must send", text, False
+        yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
         text = _filled("user-tmpfiles.conf", models=quoted(str(host.models)))
     else:
         text = _filled("tmpfiles.conf")
-        yield SYSUSERS, "the user shmserve, the group shmclients", _filled("sysusers.conf"), False
-    yield host.tmpfiles, "the required folders", text, False
+        yield SYSUSERS, "the user shmserve, the group shmclients", _filled("sysusers.conf")
+    yield host.tmpfiles, "the required folders", text
 
 
 def _service(host: Installation, instance: bool) -> str:
@@ -220,7 +208,7 @@ def quoted(word: str) -> str:
 
 
 def stamped(body: str, own: bool) -> str:
-    """Return a file's text: `body` after a line with its origin and its hash, to detect changes."""
+    """Return `body` after a line with the file's origin and a hash, by which edits are detected."""
     digest = hashlib.sha256(body.encode()).hexdigest()
     advice = "edit it as needed" if own else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
@@ -251,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command.
+    """Install, show or remove the units, as the verb on the command line requires.
 
     Returns:
         The exit status; 1 if a modified file was left in place.
@@ -282,7 +270,7 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
     installation = Installation((), home)
-    if arguments.verb == "remove":  # must succeed even if the installation is broken
+    if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
         program=_program(arguments),
@@ -331,7 +319,7 @@ def _below(root: Path, path: Path) -> Path:
 
 
 class _Change:
-    """A change of a host's files, with its report."""
+    """The installation or removal of files on a host, and the lines printed about it."""
 
     def __init__(self, host: Installation, root: Path, arguments: argparse.Namespace) -> None:
         self._host = host
@@ -380,7 +368,7 @@ class _Change:
             self._write(path, file.text)
 
     def _report(self, done: str, what: str) -> None:
-        """Print a change; with --dry-run, what it would be."""
+        """Print what was done; with --dry-run, what would be done."""
         verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[done]
         print(f"{f'would {verb}' if self._dry else done:<10} {what}", flush=True)
 

@@ -196,7 +196,7 @@ class DeviceView:
 
     def _check(self) -> None:
         if self.lease.released:
-            raise Released("this memory was released: copy data that is needed later")
+            raise Released("this memory was released; copy data that you need after the release")
 
     def memory_range(self) -> Range:
         """Return the tensor's range in the form sent to the server. Raises Released."""

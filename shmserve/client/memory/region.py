@@ -9,6 +9,7 @@ A region of another client, process or server is attached when a request uses it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +17,11 @@ from functools import partial
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
 from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.request.arrays import datatype_of
 from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Released, Unsupported
@@ -28,7 +32,8 @@ from shmserve.ipc.tensors.signature import Signature
 
 _FOLDER = "/dev/shm/"
 Shape = tuple[int, ...]
-Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
+# Of tensors by name: the shape, or the size of the only dimension, and the datatype or numpy type.
+Specs = Mapping[str, tuple[Sequence[int] | int, Any]]
 
 
 class Region(Mapping[str, Any]):
@@ -76,7 +81,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(byte_size, alone=True)
         else:
             self._block = block = memories.add(make(byte_size))
-        assert not block.offset  # the block is a whole segment
+        assert not block.offset  # the block of a region is a whole segment
         self._start = offset
         self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.part_with, block))
@@ -240,7 +245,9 @@ def _descriptor(source: Any) -> int:
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
         except OSError as error:
-            raise InvalidArgument(f"'{name}' is no shared memory: {error.strerror}") from None
+            raise InvalidArgument(
+                f"'{name}' cannot be used as shared memory: {error.strerror}"
+            ) from None
     fd = getattr(source, "_fd", source)  # of multiprocessing.shared_memory.SharedMemory
     try:
         return os.dup(fd.fileno() if hasattr(fd, "fileno") else fd)
@@ -252,7 +259,7 @@ def _descriptor(source: Any) -> int:
 
 
 def _received(shared: Any, specs: Specs, start: int, pin: bool) -> Region:
-    """Return a region that was sent by another process. No server uses it before it is attached."""
+    """Return a region that another process has sent. Servers use it after it is attached."""
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, shared.detach(), pin), start)
 
@@ -267,12 +274,12 @@ def check_datatype(name: str, given: str, signature: Signature) -> None:
     # The response decodes strings from the bytes of any tensor.
     if spec is not None and spec.datatype not in (given, "BYTES"):
         raise InvalidArgument(
-            f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
-            f"tensor {given}"
+            f"output '{name}' of model '{signature.name}' is {spec.datatype}, but the region's "
+            f"tensor is {given}"
         )
 
 
-def _templates(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, TensorTemplate]:
+def _templates(tensors: Specs) -> dict[str, TensorTemplate]:
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
             f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
@@ -285,13 +292,26 @@ def _templates(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Te
     return templates
 
 
-def _template(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
-    item = ITEM_SIZE.get(datatype) if isinstance(datatype, str) else 0
-    if not item:
-        allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
-        raise InvalidArgument(f"'{name}': unknown datatype '{datatype}' (allowed: {allowed})")
+def _datatype(name: str, datatype: Any) -> str:
+    """Return a datatype that is given by its name or as a type of numpy."""
+    if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
+        return datatype
+    with contextlib.suppress(TypeError, ValueError):
+        found = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
+        if found:
+            return found
+    allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
+    raise InvalidArgument(
+        f"'{name}': unknown datatype '{datatype}' (allowed: {allowed}, and types of numpy such as "
+        "numpy.float32 or 'float32')"
+    )
+
+
+def _template(name: str, shape: Sequence[int] | int, kind: Any) -> TensorTemplate:
+    datatype = _datatype(name, kind)
+    item = ITEM_SIZE[datatype]
     try:
-        dims = tuple(map(index, shape))
+        dims = (index(shape),) if hasattr(shape, "__index__") else tuple(map(index, shape))
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):

@@ -49,7 +49,7 @@ class Segment:
         counted: Whether the memory counts against the client's limit.
     """
 
-    fd = -1  # until the memfd exists
+    fd = -1  # no descriptor is open until the memfd exists
     counted = True
 
     def __init__(self, byte_size: int, *, pin: bool = False, huge_pages: bool = False) -> None:
@@ -58,7 +58,7 @@ class Segment:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
-        except OSError as error:  # no huge pages, or no free descriptor
+        except OSError as error:  # there are no huge pages, or no free descriptor
             raise Unavailable("shared memory cannot be allocated") from error
         page = os.fstatvfs(self.fd).f_bsize
         self.size = -(-byte_size // page) * page
@@ -139,9 +139,11 @@ class AttachedSegment(Segment):
                 f"the memory has {self.size} bytes, and the tensors need {byte_size}"
             )
         try:
-            if not seals & fcntl.F_SEAL_SEAL:  # workers map only a memfd that cannot shrink
+            # The memory must be a memfd that cannot shrink, since workers map no other memory.
+            if not seals & fcntl.F_SEAL_SEAL:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            os.posix_fallocate(fd, 0, self.size)  # the maker may have written nothing yet
+            # Reserve the pages, because the maker may have written nothing yet.
+            os.posix_fallocate(fd, 0, self.size)
             self._use(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
             raise Unavailable(f"the memory cannot be mapped: {error}") from error
@@ -159,7 +161,7 @@ class MemoryBlock:
     __slots__ = ("_memories", "offset", "segment", "size")
 
     def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
-        self.segment = segment  # usually a Segment, with `bytes`
+        self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
         self.size = size
         self._memories: Memories | None = memories
@@ -178,7 +180,7 @@ class MemoryBlock:
 
 
 class BlockOwner(Protocol):
-    """An owner of blocks that may be idle."""
+    """An owner of idle blocks that can be freed when memory is short."""
 
     def give_up(self) -> None:
         """Free the idle blocks."""
@@ -232,17 +234,17 @@ class Memories:
     def _found(self, byte_size: int) -> MemoryBlock | None:
         for segment in self._segments:
             if segment.memory is None:
-                continue  # not shared with the server yet
+                continue  # the segment is not shared with the server yet
             offset = segment.free.allocate(byte_size)
             if offset is not None:
                 return MemoryBlock(segment, offset, byte_size, self)
         return None
 
     def _free_idle(self, byte_size: int) -> bool:
-        """Free idle blocks if `byte_size` more bytes would exceed the limit.
+        """Ask the owners to free idle blocks if `byte_size` more bytes would exceed the limit.
 
         Returns:
-            Whether idle blocks were requested.
+            Whether the owners were asked.
         """
         if self._used() + byte_size <= self._limit:
             return False
@@ -254,7 +256,7 @@ class Memories:
         return True
 
     def serve(self, keeper: BlockOwner) -> None:
-        """Register an owner of idle blocks, which frees them when memory is short."""
+        """Register an owner of idle blocks, which frees the blocks when memory is short."""
         with self._lock:
             self._keepers[keeper] = None
 
@@ -306,12 +308,12 @@ class Memories:
         self.settle()
 
     def part_with(self, block: MemoryBlock) -> None:
-        """Free a block that is a whole segment, soon also on the server."""
+        """Free a block that is a whole segment, and withdraw the segment from the server."""
         block.recycle()
         self._nudge()
 
     def settle_if_free(self) -> None:
-        """Call `settle` unless another thread holds the lock, which then does it."""
+        """Call `settle`, unless another thread holds the lock; that thread then calls it."""
         if self._lock.acquire(blocking=False):
             try:
                 self.settle()
@@ -319,7 +321,7 @@ class Memories:
                 self._lock.release()
 
     def settle(self) -> None:
-        """Free the blocks that were given back."""
+        """Free the blocks that were recycled."""
         with self._lock:
             while self.returned:
                 segment, offset = self.returned.popleft()
@@ -355,4 +357,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self.returned = deque(maxlen=0)  # discards blocks that are given back later
+            self.returned = deque(maxlen=0)  # blocks that are recycled later are discarded

@@ -66,7 +66,7 @@ class View(np.ndarray[Any, Any]):
     def check(self) -> None:
         """Raise Released if the memory was released."""
         if self._lease is not None and self._lease.released:
-            raise Released("this memory was released: copy data that is needed later")
+            raise Released("this memory was released; copy data that you need after the release")
 
     def __getitem__(self, key: Any) -> Any:
         return self.plain()[key]

@@ -83,14 +83,16 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
             if value.dtype == torch.bfloat16:
                 return value.view(torch.uint16).numpy(), "BF16"
             return value.numpy(), ""
-        except (RuntimeError, TypeError) as error:  # sparse, quantized, or an unsupported dtype
+        # The tensor is sparse or quantized, or has an unsupported dtype.
+        except (RuntimeError, TypeError) as error:
             raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidArgument(
             f"input '{name}' is a masked array: pass its .data, or call .filled()"
         )
     if isinstance(value, np.ndarray):
-        plain = getattr(value, "plain", None)  # a `View`, which may be released
+        # The method of a `View`, which raises Released after its release.
+        plain = getattr(value, "plain", None)
         return (value.view(np.ndarray) if plain is None else plain()), ""
     if hasattr(value, "__dlpack__"):
         try:
@@ -100,7 +102,9 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
     try:
         return _from_lists(value, wanted)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument(f"input '{name}' is no {wanted} tensor: {error}") from error
+        raise InvalidArgument(
+            f"input '{name}' cannot be converted to a {wanted} tensor: {error}"
+        ) from error
 
 
 def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
@@ -122,7 +126,7 @@ def to_torch(array: Array, datatype: str) -> Any:
     """Return a torch tensor over the same memory. BYTES remain an object array."""
     if datatype == "BYTES":
         return array
-    if not isinstance(array, np.ndarray):  # a `DeviceView`
+    if not isinstance(array, np.ndarray):  # the output is a `DeviceView`
         return array.torch()
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(array)

@@ -109,7 +109,7 @@ class ClientRequest(InflightRequest):
             self._finish(message)
         elif type(message) is Failed:
             self.done(self.error(message.code, message.message, message.retry_after_s))
-        elif type(message) is Responded:  # the model was reloaded and is decoupled now
+        elif type(message) is Responded:  # the model was reloaded and is now decoupled
             self.discard(message)
             self.done(Unsupported(DECOUPLED % self.built.model.name))
             self.channel.cancel(self)
@@ -364,7 +364,7 @@ class RequestChannel:
             self.schedulers.lost(endpoint)
 
     def _cut_off(self, link: Dealer) -> None:
-        """Replace a link that was disconnected.
+        """Replace a link that the scheduler has disconnected.
 
         If the scheduler still runs, it closed only this link. Its requests are then resubmitted
         once over a new link. If the scheduler has exited, the listener reports its successor.

@@ -115,7 +115,7 @@ def _timeout_us(timeout_s: float | None) -> int:
         return 0
     if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
         raise InvalidArgument(f"timeout must be a number of seconds, got {timeout_s!r}")
-    if timeout_s <= 0:  # already expired, including -inf, which cannot be converted
+    if timeout_s <= 0:  # already expired; this includes -inf, which has no integer value
         return 1
     return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
 
@@ -173,7 +173,7 @@ class PackedRequest(NamedTuple):
     slot: Buffer | None = None
     as_torch: bool = False
     end: Callable[[], None] = nothing
-    segments: tuple[AnySegment, ...] = ()  # segments that may contain its outputs
+    segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
 
@@ -301,7 +301,7 @@ def _encoded(array: Array, name: str) -> bytes:
 
 
 class _Loose:
-    """A request without a template."""
+    """A request that is packed without a template."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class _Loose:
         self._holders.append(holder)
 
     def _found(self, value: Any, array: Array) -> Range | None:
-        """Return the range of an array in the client's memory, or None for another array."""
+        """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
         found = self._memories.find(array.ctypes.data, array.nbytes)

@@ -188,6 +188,6 @@ class ClientTemplate:
 
     def give_up(self) -> None:
         """Free the unused slots; safe in any thread and at any time."""
-        with contextlib.suppress(IndexError):  # another thread may take the last one
+        with contextlib.suppress(IndexError):  # another thread may have taken the last slot
             while True:
                 self._ring.popleft().block.recycle()

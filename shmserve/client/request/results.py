@@ -74,7 +74,7 @@ class Result(Mapping[str, Any]):
 
 
 class _Released(dict[str, Any]):
-    """The outputs of a result that was released."""
+    """The outputs of a released result; every access raises Released."""
 
     def __missing__(self, name: str) -> Any:
         raise Released("this result was released")
@@ -218,7 +218,10 @@ def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
 def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytearray:
     if segment is not None:
         if isinstance(segment, DeviceSegment):
-            raise Unsupported("strings on a device cannot be read there: give them no place")
+            raise Unsupported(
+                "strings cannot be read from device memory; request this output "
+                "without memory for it"
+            )
         return bytearray(
             segment.bytes[memory_range.offset : memory_range.offset + memory_range.byte_size]
         )
@@ -228,5 +231,5 @@ def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> 
         if not isinstance(error.__cause__, PermissionError):
             raise
         raise Unsupported(
-            "an output is too large for a message: pass memory from `allocate` for it"
+            "an output is too large for a message; pass memory from `allocate` for it"
         ) from None

@@ -40,7 +40,7 @@ class ClientStream(ClientRequest):
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.finished = False
-        self._taken = -1  # bytes of the response that the reader has taken; -1 for none
+        self._taken = -1  # byte size of the response that the reader has taken; -1: none
         self._window = ReadWindow(placed=_is_placed(built))
 
     def ready(self) -> bool:
@@ -57,7 +57,8 @@ class ClientStream(ClientRequest):
             elif message.schema:
                 self._read(message)
             elif message.spans and self.explained:
-                self.items.append((Result({}, {}, None), 0))  # contains only the explanation
+                # This result contains only the explanation.
+                self.items.append((Result({}, {}, None), 0))
             if message.spans and self.explained and isinstance(self.items[-1][0], Result):
                 self.explain(self.items[-1][0], message.spans)
             self.finished = self.finished or message.final
@@ -106,7 +107,7 @@ class ClientStream(ClientRequest):
         try:
             raise self.traced(item)
         finally:
-            del item  # it would be in a cycle with its traceback
+            del item  # otherwise the item and its traceback would form a reference cycle
 
     def abandon(self) -> None:
         """Discard the responses received so far and ignore later ones."""
@@ -214,7 +215,7 @@ class ThreadChannel(Waiting):
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread uses the channel
-        self._to_cancel: deque[ClientRequest] = deque()  # requests to cancel
+        self._to_cancel: deque[ClientRequest] = deque()  # requests to cancel before the next wait
         self._poll = select.epoll()
         self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
 
@@ -401,7 +402,8 @@ def _submit(
     if deadline_ns:
         connection.expire_at(deadline_ns, pending.submit.id)
 
-    def on_done(ended: Future[Result]) -> None:  # a reference to `future` would form a cycle
+    # The callback has a parameter, because a reference to `future` would form a cycle.
+    def on_done(ended: Future[Result]) -> None:
         if ended.cancelled() and pending.outcome is None:
             connection.call(partial(RequestChannel.cancel, pending=pending))
 
@@ -409,7 +411,7 @@ def _submit(
 
 
 def _resolve(future: Future[Result], done: ClientRequest) -> None:
-    with contextlib.suppress(InvalidStateError):  # the future has been cancelled
+    with contextlib.suppress(InvalidStateError):  # the future may have been cancelled
         if isinstance(done.outcome, Result):
             future.set_result(done.outcome)
         else:

@@ -1,1 +1,1 @@
-"""The APIs besides inference for all protocols, without any HTTP or gRPC types."""
+"""The APIs other than inference, for all protocols: without any HTTP or gRPC types."""

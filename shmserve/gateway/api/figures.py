@@ -28,7 +28,8 @@ _GENERATION_TIMES = {
     "first_token_ms": "first_token_seconds",
     "inter_token_ms": "inter_token_seconds",
 }
-_DEATH, _EARLIER_DEATH = 3000, 1500  # ranks; that of failing requests is 2000 and more
+# Ranks of models with exited workers; failing requests rank from 2000.
+_DEATH, _EARLIER_DEATH = 3000, 1500
 _LONG_MS = 1.0  # mean queueing time below which a model is healthy
 
 Report = Mapping[str, Any]
@@ -93,7 +94,8 @@ class History:
         snapshots.append(
             (at_s, {key: _point(row) for key, row in rows.items() if "success" in row})
         )
-        while not at_s - HISTORY_S <= snapshots[0][0] <= at_s:  # The clock may be set back.
+        # Snapshots in the future are dropped, too, because the clock may be set back.
+        while not at_s - HISTORY_S <= snapshots[0][0] <= at_s:
             snapshots.popleft()
 
     def shown(self) -> dict[str, Any]:
@@ -219,9 +221,9 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _problem(figures: Row, now: Report) -> tuple[float, str]:
-    """Return the rank and the problem of a model: failures, then queueing.
+    """Return the rank and the text of a model's problem: failures, then queueing.
 
-    A configured delay of requests, in which batches grow, is no problem.
+    A configured queue delay, in which batches grow, is no problem.
     """
     recent = figures.get("recent", {})
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)

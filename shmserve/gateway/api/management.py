@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Schedulers whose report takes longer are omitted.
 _REPORT_S = 2.0
-_EMPTY_TEXT = 4  # bytes of an empty text: its length
+_EMPTY_TEXT = 4  # bytes of an empty text: its length prefix
 _MOST_SHOWN = 64  # elements of an input in an example
 
 EXTENSIONS = (
@@ -166,7 +166,7 @@ async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict
 
 
 def refuse_file() -> Unsupported:
-    """Return the error about a change of the log file."""
+    """Return the error for an attempt to change the log file."""
     return Unsupported("log file location can not be updated through network protocol")
 
 
@@ -251,7 +251,7 @@ def check_repository(repository: str | None) -> None:
 
 
 async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, Any]]:
-    """Return Triton's statistics of a version, of all versions ("") or of all models (no name).
+    """Return Triton's statistics of one version, of all versions ("") or of all models (no name).
 
     Raises:
         InvalidArgument: There is no such model or version.
@@ -282,7 +282,7 @@ def _triton_statistics(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 async def collect(
     gateway: Gateway, models: list[GatewayModel], level: int = logging.WARNING
 ) -> list[dict[str, Any]]:
-    """Return the reports of the schedulers of `models`, in order.
+    """Return the statistics reports of the schedulers of `models`, in order.
 
     Late reports are omitted and logged at `level`.
     """

@@ -56,7 +56,7 @@ class ExpositionFamily:
 
 
 class ReportFamily(NamedTuple):
-    """A family with a sample for each model.
+    """A metric family with a sample for each model, read from the schedulers' reports.
 
     Attributes:
         kind: The Prometheus type.
@@ -94,26 +94,29 @@ class ReportFamily(NamedTuple):
         return family
 
 
-def _families(*rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
-    return tuple(ReportFamily(*row) for row in rows)
+def _families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
+    """Return families of rows of `ReportFamily`; the path "" is the name without the prefix."""
+    return tuple(
+        ReportFamily(kind, prefix + name, path or name, *rest) for kind, name, path, *rest in rows
+    )
 
 
 _ALL = "inference requests, all batch sizes"
 _EXECUTED = "(does not include cached requests)"
 _CACHED = "(includes cached requests)"
 _LATENCIES = (
-    # name, text, the counter with the same duration
+    # each row: name, help text, and the counter of requests with the same duration
     ("request", f"inference request duration in microseconds {_CACHED}", "success"),
     ("queue", f"inference queuing duration in microseconds {_CACHED}", "queue"),
     ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
     ("compute_infer", f"compute inference duration in microseconds {_EXECUTED}", "compute_infer"),
     (
-        "compute_output",
-        f"inference compute output duration in microseconds {_EXECUTED}",
+        *("compute_output", f"inference compute output duration in microseconds {_EXECUTED}"),
         "compute_output",
     ),
 )
 _TRITON = _families(
+    "",
     ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
     (
         *("counter", "nv_inference_count", "inference_count"),
@@ -134,6 +137,7 @@ _TRITON = _families(
 )
 # Families of models with a response cache.
 _OF_CACHE = _families(
+    "",
     ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
     ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
     *(
@@ -147,30 +151,20 @@ _OF_CACHE = _families(
     ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
 _OWN = _families(
-    *(
-        ("counter", f"shmserve_{name}", name, text)
-        for name, text in (
-            ("workers_lost", "Deaths of instance processes that were serving"),
-            ("retried", "Requests retried alone after their worker died"),
-            ("overruns", "Executions that exceeded their time limit"),
-            ("malformed", "Messages that were dropped because they were malformed"),
-        )
-    ),
+    "shmserve_",
+    ("counter", "workers_lost", "", "Deaths of instance processes that were serving"),
+    ("counter", "retried", "", "Requests retried alone after their worker died"),
+    ("counter", "overruns", "", "Executions that exceeded their time limit"),
+    ("counter", "malformed", "", "Messages that were dropped because they were malformed"),
     (
-        *("counter", "shmserve_batches_closed", "batches_closed"),
+        *("counter", "batches_closed", ""),
         *("Executions by the reason that limited their batch", "reason"),
     ),
-    ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
-    (
-        *("counter", "shmserve_instance_changes", "instance_changes"),
-        *("Instances added or removed by autoscaling", "change"),
-    ),
-    ("gauge", "shmserve_executing_requests", "executing", "Requests in execution"),
-    ("gauge", "shmserve_open_sequences", "open_sequences", "Open sequences"),
-    (
-        *("counter", "shmserve_copied_bytes", "copied_bytes"),
-        *("Bytes of tensors that workers copied", "direction"),
-    ),
+    ("gauge", "instances", "", "Instances by state", "state"),
+    ("counter", "instance_changes", "", "Instances added or removed by autoscaling", "change"),
+    ("gauge", "executing_requests", "executing", "Requests in execution"),
+    ("gauge", "open_sequences", "", "Open sequences"),
+    ("counter", "copied_bytes", "", "Bytes of tensors that workers copied", "direction"),
 )
 _HISTOGRAMS = (
     ("request_seconds", "Time from arrival to response of a successful request"),
@@ -301,56 +295,33 @@ def _padding(reports: Reports) -> Iterator[ExpositionFamily]:
         yield family
 
 
-_GENERATIVE = tuple(
-    ReportFamily(kind, f"shmserve_llm_{name}", path, text, label)
-    for kind, name, path, text, label in (
-        ("counter", "requests", "requests", "Requests by finish reason", "outcome"),
-        ("gauge", "requests_queued", "queued", "Sequences waiting for their first step", ""),
-        ("gauge", "requests_running", "sequences.running", "Sequences in the batch", ""),
-        (
-            "gauge",
-            "requests_swapped",
-            "sequences.swapped",
-            "Sequences swapped out to host blocks",
-            "",
-        ),
-        (
-            "gauge",
-            "batch_utilization",
-            "utilization",
-            "Rows of the step, of the most there are",
-            "",
-        ),
-        ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
-        ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
-        ("counter", "swap_in", "swapped_in", "Blocks copied back from the host", ""),
-        ("counter", "swap_out", "swapped_out", "Blocks copied to the host", ""),
-        ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written", ""),
-        ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption", ""),
-        ("counter", "tokens_generated", "generated", "Tokens that were generated", ""),
-        ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed", ""),
-        ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too", ""),
-        (
-            "counter",
-            "prefix_cache_queries",
-            "prefix_queries",
-            "Prompt tokens looked up in the cache",
-            "",
-        ),
-        ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache", ""),
-        ("counter", "speculative_drafted", "drafted", "Tokens that were proposed", ""),
-        ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
-        ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
-        ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
-        (
-            "counter",
-            "step_seconds",
-            "seconds",
-            "Time of steps by phase, and of work outside of steps",
-            "phase",
-        ),
-        ("counter", "finished", "finished", "Sequences by finish reason", "reason"),
-    )
+_GENERATIVE = _families(
+    "shmserve_llm_",
+    ("counter", "requests", "", "Requests by finish reason", "outcome"),
+    ("gauge", "requests_queued", "queued", "Sequences waiting for their first step"),
+    ("gauge", "requests_running", "sequences.running", "Sequences in the batch"),
+    ("gauge", "requests_swapped", "sequences.swapped", "Sequences swapped out to host blocks"),
+    ("gauge", "batch_utilization", "utilization", "Rows of the step, of the most there are"),
+    ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
+    ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
+    ("counter", "swap_in", "swapped_in", "Blocks copied back from the host"),
+    ("counter", "swap_out", "swapped_out", "Blocks copied to the host"),
+    ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written"),
+    ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption"),
+    ("counter", "tokens_generated", "generated", "Tokens that were generated"),
+    ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed"),
+    ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too"),
+    ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the cache"),
+    ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache"),
+    ("counter", "speculative_drafted", "drafted", "Tokens that were proposed"),
+    ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted"),
+    ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted"),
+    ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step"),
+    (
+        *("counter", "step_seconds", "seconds"),
+        *("Time of steps by phase, and of work outside of steps", "phase"),
+    ),
+    ("counter", "finished", "", "Sequences by finish reason", "reason"),
 )
 _GENERATIVE_HISTOGRAMS = (
     ("request_latency_seconds", "request_seconds", "Time from arrival to the last response"),
@@ -401,7 +372,7 @@ class MetricsExporter:
         self._cpu = CpuUtilization()
 
     async def page(self) -> bytes:
-        """Return the page of a scrape: the schedulers' current reports and this host's state."""
+        """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
         families = list(self._families(reports))
@@ -473,14 +444,15 @@ class MetricsExporter:
         yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read())
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
-        # This server has no such pool: it pins memory in place.
+        # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
         for part in ("total", "used"):
             text = f"Pinned memory pool {part} memory size, in bytes"
             yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
 
 
 def _text(families: Iterable[ExpositionFamily]) -> str:
-    shown = (family for family in families if family.samples)  # as in Triton
+    # As in Triton, families without samples are omitted.
+    shown = (family for family in families if family.samples)
     return "".join(f"{line}\n" for family in shown for line in family.lines())
 
 
@@ -501,7 +473,7 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
 
 
 _OF_PROCESSES = (
-    # kind, name, text, attribute of a process
+    # each row: kind, name, help text, and the attribute of a process
     ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
     ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
     ("counter", "shmserve_process_cpu_seconds_total", "CPU time of a process", "cpu_seconds"),

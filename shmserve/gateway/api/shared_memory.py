@@ -55,7 +55,7 @@ def register(
     leased: bool = False,
     pin: bool = False,
 ) -> Awaitable[dict[str, Any]]:
-    """Register a POSIX object of `peer`, or raise the reason for the rejection.
+    """Register a POSIX shared memory object of `peer`; raise the reason if it is rejected.
 
     Args:
         gateway: The gateway.
@@ -64,8 +64,8 @@ def register(
         key: The object's name.
         offset: The region's offset in the object.
         byte_size: The region's size.
-        leased: The region ends with the client's connection; see `lease`.
-        pin: Workers on CUDA devices pin the pages.
+        leased: Whether the region ends with the client's connection; see `lease`.
+        pin: Whether workers on CUDA devices pin the pages.
     """
     return gateway.supervisor.ask(
         *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups), leased, pin)

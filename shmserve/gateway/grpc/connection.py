@@ -36,7 +36,7 @@ _HIGH_WATER = 256 * 1024  # unsent bytes above which data is queued
 _FREE_DEBT = 32  # useless frames that a client may send per turn
 _PAUSE_S = 0.0005  # the pause for each further useless frame
 _LINGER_S = 0.25
-_CHECKS = 4  # The time limits are checked this often within the shortest one.
+_CHECKS = 4  # time limits are checked this many times within the shortest limit
 _READ = 64 * 1024
 
 
@@ -54,7 +54,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.lifetime = ConnectionLifetime(self)
         self._reading = front.read_buffer  # the buffer of the current read
         self._handling = False
-        self._ended = False  # The server closes the connection.
+        self._ended = False  # whether the server is closing the connection
         self._counted_debt = self.http2.debt  # the debt at the end of the last turn
         self._since = self.loop.time()  # the time of the last activity
         self._tls = None if front.tls is None else TlsLayer(front.tls)
@@ -62,7 +62,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
         self._arriving: dict[GrpcCall, ArrivingMessage] = {}
-        # The start of the stall, and the bytes sent until then.
+        # By stalled stream: the start of the stall, and the bytes sent until then.
         self._stalled: dict[Stream, tuple[float, int]] = {}
 
     # --- the connection
@@ -146,7 +146,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     # --- bytes
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the memory for the next bytes: the final memory, if a large tensor arrives."""
+        """Return the memory for the next bytes.
+
+        The bytes of a large tensor are received into their final memory.
+        """
         self._reading = self.front.read_buffer
         http2 = self.http2
         if http2.arriving >= _LARGE and self._tls is None:
@@ -174,7 +177,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 if event.stream.call is not None:
                     event.stream.call.data(event.piece, event.ended)
             elif type(event) is StreamOpened:
-                if not event.stream.finished:  # reset by a later frame
+                if not event.stream.finished:  # a later frame may have reset the stream
                     self._begin(event.stream, event.head, new_calls)
             elif type(event) is StreamReset:
                 if event.stream.call is not None:
@@ -330,7 +333,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
 
 class BrokenTls(Exception):
-    """An error about a client without TLS, or without the required protocol or certificate."""
+    """The error for a client without TLS, or without the required protocol or certificate."""
 
 
 class TlsLayer:
@@ -355,7 +358,7 @@ class TlsLayer:
             if not self.ready:
                 self._tls.do_handshake()
                 if self._tls.selected_alpn_protocol() != "h2":
-                    raise BrokenTls("a client that does not speak HTTP/2")
+                    raise BrokenTls("the client does not use HTTP/2")
                 self.ready = True
             while piece := self._tls.read(_READ):
                 pieces.append(piece)
@@ -403,7 +406,7 @@ class ConnectionLifetime:
         self._last_ping = float("-inf")
         self._strikes = 0
         self.shutting_down = False
-        # Whether `received` must be called.
+        # Whether the connection must call `received`, which counts pings.
         self.needs_received = bool(self._settings.max_ping_strikes)
 
     def begin(self) -> None:
@@ -451,7 +454,7 @@ class ConnectionLifetime:
             self._refuse_streams()
 
     def received(self) -> None:
-        """Handle the receipt of bytes."""
+        """Record that bytes were received."""
         pong = self._timers.pop("pong", None)
         if pong is not None:
             pong.cancel()
@@ -507,7 +510,8 @@ class ConnectionLifetime:
             timer.cancel()
             self._connection.http2.send_goaway(final=True)
             self._connection.flush()
-        self._loop.call_soon(self._report_if_drained)  # after the end of a call was written
+        # Deferred until the end of the call is written.
+        self._loop.call_soon(self._report_if_drained)
 
     def _report_if_drained(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]
@@ -517,6 +521,6 @@ class ConnectionLifetime:
             self._connection.report_drained()
 
     def call_ended(self) -> None:
-        """Handle the end of a call."""
+        """Record the end of a call, after which a draining connection may close."""
         if self.shutting_down and "ping" not in self._timers:
             self._refuse_streams()

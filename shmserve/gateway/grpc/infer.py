@@ -135,7 +135,7 @@ class Inferences(ActiveCount):
         return forwarded_headers(pattern, metadata)
 
     def sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
-        """Return the destination of a large request, which is received into the arena."""
+        """Return the receiver of a large request, which writes its tensors into the arena."""
         return RequestSink(partial(self._receive, head, size))
 
     def begin(
@@ -188,7 +188,7 @@ class Inferences(ActiveCount):
             if not raw.built.model.published and self.awaits_load(raw):
                 raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
             return raw.built
-        if headers:  # Metadata are parameters that the message does not contain.
+        if headers:  # metadata become parameters that the message does not contain
             return self._parse(raw, None, headers, streamed=streamed)
         try:
             built = self._prepared.find(raw)
@@ -290,7 +290,7 @@ class Inferences(ActiveCount):
         try:
             encoded = self.encode(built, schema, inferred)
         finally:
-            # The encoded response is a copy.
+            # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
         self.gateway.malloc_trim.soon(len(encoded))
         if built.responses is not None and _is_plain(built.infer_request, inferred):
@@ -367,7 +367,7 @@ def _ending(error: Exception, call: GrpcCall) -> Ending:
         logger.error("an inference failed", exc_info=error)
         return INTERNAL
     if call.is_out_of_time():
-        # The scheduler enforces the call's deadline, and was faster than the client.
+        # The scheduler detected the expired deadline of the call before the client did.
         return EXPIRED
     return ending_of(error)
 

@@ -50,9 +50,9 @@ Handler = Callable[[AdminCall, Any], Awaitable[Message | None]]
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """An RPC: its scope (common/auth_tokens.py), and its method of `AdminCall`.
+    """An RPC: the scope that authorises it (common/auth_tokens.py), and its method of `AdminCall`.
 
-    `Service` handles RPCs without a handler itself.
+    `Service` handles RPCs without such a method itself.
     """
 
     scope: str

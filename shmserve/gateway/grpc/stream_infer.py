@@ -124,14 +124,14 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: flo
         Unavailable: The client does not read a response within `stall_s` seconds.
     """
     stream = _Stream(inferences, call)
-    # Until then the call holds the unread response and received parts of further requests.
+    # Until the end, the call holds the unread response and received parts of further requests.
     call.on_ended = lambda: stream.trim.soon(stream.total)
     reader = asyncio.create_task(stream.read())
     try:
         await stream.write(stall_s)
         await reader  # raises the error of the reader, which has ended
     except TimeoutError:
-        raise Unavailable("the responses are not read") from None
+        raise Unavailable("the client does not read its responses") from None
     finally:
         # Everything is cancelled before the first wait, since a call may be cancelled twice.
         reader.cancel()
@@ -151,7 +151,7 @@ class _Stream:
         self._headers = inferences.headers(self._call.head)
         self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
-        # With the bytes that each occupies in the window.
+        # Requests in order, each with the bytes that it occupies in the window.
         self._ordered: deque[tuple[_Ordered, int]] = deque()
         self._decoupled: dict[StreamingInference, StreamEntry] = {}
         # The responses of decoupled models, in the order of arrival.

@@ -73,7 +73,7 @@ JSON_TOO_LARGE = (
 _MOST_CHUNKS = 65536
 _MOST_CHUNKS_AT_ONCE = 1024
 _BODY_TOO_LARGE = (
-    "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors "
+    "request body of {size} bytes exceeds the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
@@ -192,7 +192,7 @@ class Body:
         # Received chunks are returned together: a turn of the loop for each tiny chunk would delay
         # all other requests.
         content = self._content
-        assert isinstance(content, StreamReader)  # a body that was received whole has no chunks
+        assert isinstance(content, StreamReader)  # only an incomplete body has a stream
         received = self.arrival.received
         pieces: list[bytes] = []
         size = 0
@@ -431,7 +431,11 @@ async def _receive(
 
 
 def header_size(header_length: str | None, body_size: int) -> int:
-    """Return the size of the JSON part of a body in bytes, given the header with this size.
+    """Return the size of the JSON part of a body in bytes.
+
+    Args:
+        header_length: The value of the header Inference-Header-Content-Length, or None.
+        body_size: The size of the body.
 
     Raises:
         InvalidArgument: The size is not a number in [0, body_size].

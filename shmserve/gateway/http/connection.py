@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 _OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
-_IDLE_S = 3600.0  # Idle keep-alive connections cost nothing.
+_IDLE_S = 3600.0  # long, because idle keep-alive connections cost nothing
 _LINGER_S = 2.0
 _LAST_REQUEST_S = 0.5  # the time for a last request, whose response closes the connection
 
@@ -58,7 +58,7 @@ class HttpConnection(Incoming):
         self._task: asyncio.Task[None] | None = None
         # A request in flight that was begun without the task, or that the task has to finish.
         self._begun: BegunRequest | None = None
-        # Awaited by the task during a request without the task.
+        # A future that the task awaits while a request is handled without the task.
         self._idle_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
@@ -122,14 +122,14 @@ class HttpConnection(Incoming):
         waiter, self._idle_waiter = self._idle_waiter, None
         assert waiter is not None
         if body is None:
-            waiter.set_result(None)  # the task takes over
+            waiter.set_result(None)  # the task handles the request from now on
             return
         self._begun = None
         self._busy = False
         self._since = self._loop.time()
         transport = self.transport
         if transport is None or transport.is_closing():
-            waiter.cancel()  # the task ends with the connection
+            waiter.cancel()  # the task ends, because the connection has ended
         else:
             transport.write(_OK % (len(body), headers) + body)
             if self._messages or self.writing_paused:
@@ -220,7 +220,7 @@ class HttpConnection(Incoming):
             self.transport.write(response.head(None, len(body)) + body)
 
     async def _await_small(self, request: HttpRequest, content: StreamReader) -> None:
-        """Wait until a small body is complete or has failed, so that handlers need not wait."""
+        """Wait until a small body is complete or has failed, before its handler starts."""
         headers = request.headers
         if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= SMALL_BODY or EXPECT in headers:
             return

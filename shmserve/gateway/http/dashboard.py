@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_VIEWERS = 32  # limited because scrapes share the listener
 _EVERY_S = 1.0
-_COST = 10  # A snapshot takes at most 1/10 of the time.
+_COST = 10  # taking snapshots may use at most 1/10 of the time
 _LONGEST_S = 5.0
 _PROCESSES_EVERY = 5  # Processes are read with every fifth snapshot, since /proc is slow.
 _STATE_S = 1.0
@@ -90,7 +90,7 @@ class LiveFigures:
                     )
                     self._history.add(time.time(), self._figures.rows(reports, time.monotonic()))
                 except Exception:
-                    logger.exception("the server's figures cannot be recorded")
+                    logger.exception("the dashboard's history cannot be recorded")
 
     async def respond(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
         """Return the response to a viewer.
@@ -100,9 +100,9 @@ class LiveFigures:
             QueueFull: The feed has its maximum of viewers.
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
-            raise PermissionDenied("pages of other origins may not watch this server")
+            raise PermissionDenied("pages of other origins may not open the dashboard's stream")
         if self._viewers >= _MOST_VIEWERS:
-            raise QueueFull(f"{_MOST_VIEWERS} already watch this server")
+            raise QueueFull(f"{_MOST_VIEWERS} dashboards are already connected to this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
     def end(self) -> None:
@@ -154,7 +154,7 @@ class LiveFigures:
                 took_s = time.monotonic() - began_s
                 await asyncio.sleep(min(max(_EVERY_S - took_s, _COST * took_s), _LONGEST_S))
         except Exception:
-            logger.exception("the server's figures cannot be shown")
+            logger.exception("the dashboard's figures cannot be computed")
             self.end()
         finally:
             watch.close()
@@ -243,7 +243,7 @@ class _Snapshot:
         }
 
 
-_SILENT: Row = {"hurts": 5000, "because": "its scheduler does not report"}
+_SILENT: Row = {"hurts": 5000, "because": "its scheduler does not respond"}
 
 
 class EventWatch:

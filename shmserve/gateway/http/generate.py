@@ -136,7 +136,7 @@ class _Generation:
         if isinstance(error, QueueFull):
             self.responses.close()
             raise error
-        return 200 if error is None else 400  # as in Triton, for any error of a model
+        return 200 if error is None else 400  # 400 for any error of a model, as in Triton
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
         """Encode the first response in the queue, which may be an error."""

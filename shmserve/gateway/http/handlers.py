@@ -121,7 +121,7 @@ def _texts(key: str, value: Any) -> list[str] | None:
     if value is None or all(type(each) is str or type(each) is int for each in values):
         return None if value is None else list(map(str, values))
     raise InvalidArgument(
-        f"'{key}' must be a text, a whole number or, of trace_level, a list of texts; got "
+        f"'{key}' must be a string, an integer or, for trace_level, a list of strings; got "
         f"{value!r:.80}"
     )
 

@@ -32,7 +32,7 @@ from shmserve.gateway.settings import GatewaySettings
 # The head of a request, and the stream of its body.
 Message = tuple[RawRequestMessage, StreamReader]
 
-SMALL_BODY = 128 * 1024  # fits a tensor of 64 KiB with its header
+SMALL_BODY = 128 * 1024  # large enough for a tensor of 64 KiB with its header
 _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 _MOST_HEADERS = 128
@@ -67,7 +67,7 @@ class MalformedBody(Exception):
 
 
 class Incoming(LimitedConnection, asyncio.Protocol):
-    """The received requests of a connection.
+    """The receiver of a connection's requests.
 
     `client` is the identity of the client, set in `connection_made`.
     """
@@ -86,38 +86,39 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
-        self._parsing = True  # False after an error
+        self._parsing = True  # whether bytes may be parsed; False after an error
         self._head: bytes | None = None  # the received part of an incomplete head, if it is known
-        self._ends_request = False  # The received bytes end with a head or with chunks.
+        self._ends_request = False  # whether the received bytes end with a head or with chunks
         # The incomplete head of a chunked request with a Content-Length.
         self._conflicting_head = b""
-        self.closes_next = False  # The connection ends with the next request.
+        self.closes_next = False  # whether the connection ends with the next request
         # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
-        self._busy = False  # A request is being handled.
-        self._head_incomplete = False  # The head of the next request is incomplete.
-        self._content: StreamReader | None = None  # an incomplete body
-        self._awaits_body = False  # The body is small, and awaited.
+        self._busy = False  # whether a request is being handled
+        self._head_incomplete = False  # whether the head of the next request is incomplete
+        self._content: StreamReader | None = None  # the stream of an incomplete body
+        self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
         self._cached_head = b""  # the head of the last request with a small body
         self._cached_body_at = 0  # the offset of the body in that request
         self._cached_size = 0  # the size of that request with its body
         self._cached_request: HttpRequest | None = None
-        # The cached request was authorised by these rules.
+        # The rules by which the cached request was authorised.
         self._cached_rules: Authorisation | None = None
-        self._cached_body = WholeBody()  # reused, since only one such request is queued
-        self._pending_head = b""  # a cached head without its body
+        # Reused for each request, since at most one request with a cached head is queued.
+        self._cached_body = WholeBody()
+        self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
         # The missing bytes of the last request. -1: the start of the next request is unknown, as
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing = 0
-        self._offers_upgrade = False  # The last request offers another protocol (`Upgrade`).
+        self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
         self._since = loop.time()  # the end of the last request, or the start of the connection
         # --- back-pressure
         self.writing_paused = False
         self._drained: asyncio.Future[None] | None = None
         self._stream_full = False
-        self._too_many = False  # Too many requests are queued.
+        self._too_many = False  # whether too many requests are queued
         self._reading_paused = False
 
     def _new_parser(self) -> HttpRequestParser:
@@ -196,7 +197,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # The task has not begun, has ended, or is handling a request.
+            pass  # the task has not begun, has ended, or is handling a request
         elif (
             is_between_requests
             and size <= self._cached_size
@@ -236,7 +237,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._ends_request and not (self._busy or self._messages):
             self._head = b""
         head = data if is_between_requests else None if self._head is None else self._head + data
-        # An incomplete head does not end so.
+        # An incomplete head does not end with an empty line.
         self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
@@ -271,7 +272,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             if content.is_eof():
                 self._content = None
             elif self._messages:
-                # The parser failed: the bytes are neither a part of the body nor a request.
+                # The parser has failed, because the bytes are neither a part of the body nor a
+                # request.
                 content.set_exception(MalformedBody("malformed body"))
         if self._busy or self._messages:
             self._head_incomplete = False

@@ -165,7 +165,7 @@ def _repeat(
 
 @dataclass(slots=True, eq=False)
 class HttpInference(UnaryInference):
-    """An inference for a client of HTTP.
+    """An in-flight inference of an HTTP client.
 
     Attributes:
         write_response: Writes the response in the callback; None if a task awaits `response`.
@@ -185,7 +185,7 @@ class HttpInference(UnaryInference):
             self.encoded is None
             or self.built.trace is not None
             or self.gateway.draining
-            or logger.isEnabledFor(logging.DEBUG)  # The task logs the duration.
+            or logger.isEnabledFor(logging.DEBUG)  # only the task logs the duration
         ):
             write_response(None)
         else:

@@ -74,8 +74,8 @@ class HttpChannel(Protocol):
 class WholeBody:
     """A body that was received in one piece with its head.
 
-    The class has the methods of an ended aiohttp.StreamReader that handlers use. `data` is the part
-    that was not read yet.
+    It has the methods of aiohttp's StreamReader that handlers use. `data` is the part that was not
+    read yet.
     """
 
     __slots__ = ("data",)
@@ -126,7 +126,7 @@ Repeat = Callable[[bytes, Answer], BegunRequest | None]
 
 @final
 class HttpRequest:
-    """Method, target (path and query as sent), headers, and the stream of the body.
+    """An HTTP request: method, target (path and query as sent), headers, and the body's stream.
 
     A connection reuses the object, with another body, for requests whose heads are equal.
 
@@ -175,7 +175,7 @@ STATUS_LINES = {
 
 @dataclass(slots=True, eq=False)
 class HttpResponse:
-    """A whole response.
+    """A complete response.
 
     `headers` are complete lines. `on_sent` runs once `pieces` are no longer needed.
     """
@@ -217,7 +217,8 @@ class HttpResponse:
     async def _stream(
         self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
     ) -> None:
-        # The transport may keep nothing queued: the pieces' memory is released after the last.
+        # With the mark 0, `drain` returns once nothing is queued, and the pieces' memory may be
+        # released.
         transport.set_write_buffer_limits(high=0)
         try:
             transport.write(head)
@@ -310,7 +311,7 @@ def triton_error(error: ShmserveError) -> bytes:
 
 
 def traced(traceparent: str) -> bytes:
-    """Return the header that identifies the trace of a request."""
+    """Return the response header that identifies the trace of a request."""
     return b"traceparent: %b\r\n" % traceparent.encode()
 
 

@@ -81,8 +81,8 @@ def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, 
     success_response: dict[str, Any] = {"description": "done"}
     if "reply" in operation:
         success_response["content"] = _content(operation["reply"])
-    client_error = {"description": "refused: the request is wrong", "content": error}
-    server_error = {"description": "failed, or not now", "content": error}
+    client_error = {"description": "invalid request", "content": error}
+    server_error = {"description": "failure, or temporarily unavailable", "content": error}
     description["responses"] = {"200": success_response, "4XX": client_error, "5XX": server_error}
     if "body" in operation:
         required = operation.get("required", False)

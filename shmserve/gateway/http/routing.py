@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[..., Awaitable[HttpResponse]]
 
 _HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
-_MOST_CACHED = 1024  # targets of requests
+_MOST_CACHED = 1024  # maximum number of request targets whose route is cached
 _PART = re.compile(r"\\{(\w+)\\}")  # a named part of an escaped template
 _ORIGIN = istr("Origin")
 _REQUEST_ID = istr("x-request-id")
@@ -162,7 +162,7 @@ def _path(target: str) -> str:
 
 # Hints about frequent mistakes in paths.
 _HINTS = {
-    re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is a whole number)",
+    re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
 
@@ -257,7 +257,7 @@ class Cors:
             origin = "*" if self._all else request.headers[_ORIGIN]
             allowed = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
             response.headers += allowed + self._EXPOSED
-            request.repeat = None  # its responses would lack these headers
+            request.repeat = None  # a repeated request's response would lack these headers
 
 
 class App(ActiveCount):

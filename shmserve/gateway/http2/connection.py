@@ -63,7 +63,7 @@ _NOTHING = memoryview(b"")
 
 
 class Http2Connection(FrameReader[T]):
-    """A server's HTTP/2 connection.
+    """The server's end of an HTTP/2 connection.
 
     Args:
         read_head: Converts the header fields of a request.
@@ -86,11 +86,11 @@ class Http2Connection(FrameReader[T]):
         self.sending = Outgoing(self._finished)
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has opened
-        self.acknowledged = False  # the client has acknowledged the server's SETTINGS
+        self.acknowledged = False  # whether the client has acknowledged the server's SETTINGS
         self._credited = 0, 0  # frames and bytes of data already credited to the budget
-        self._earned_control = 0  # earned control frames, not needed yet
+        self._earned_control = 0  # earned control frames that are not needed yet
         self.pings = 0  # total number of PINGs from the client
-        self._refusing = False  # GOAWAY was sent: no new streams
+        self._refusing = False  # whether GOAWAY was sent, so that new streams are refused
         self._promised = STREAM_BITS  # the last stream id in the server's GOAWAY
         # Reset by the server before the client's end of the stream.
         self._reset_streams: dict[int, None] = {}
@@ -126,7 +126,7 @@ class Http2Connection(FrameReader[T]):
 
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
-        if self._window < LARGEST_WINDOW // 2:  # early, so that the window is never exhausted
+        if self._window < LARGEST_WINDOW // 2:  # sent early, so that the window is never exhausted
             more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
             self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(more)))
         stream = self.streams.get(number)
@@ -243,7 +243,7 @@ class Http2Connection(FrameReader[T]):
         events.append(Data(stream, _NOTHING, True))
 
     def _check_closed(self, number: int, stream: Stream | None) -> None:
-        """Check a frame for a stream that accepts none.
+        """Raise a fault unless a frame is permitted on a closed or unknown stream.
 
         The frame is permitted if this server has ended the stream and the client may not have been
         notified yet.

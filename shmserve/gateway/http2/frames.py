@@ -76,7 +76,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return head(len(payload), kind, flags, stream) + payload
 
 
-pack_long = _LONG.pack  # a 32-bit integer: a window, an error code or a stream id
+pack_long = _LONG.pack  # packs a 32-bit integer: a window, an error code or a stream id
 
 
 def goaway(last: int, code: FaultCode, text: str = "") -> bytes:
@@ -106,7 +106,7 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
 
 
 def parse_long(payload: bytes, frame_name: str) -> int:
-    """Return the integer that is a frame's whole payload; raise ConnectionFault."""
+    """Return the integer of which a frame's payload consists; raise ConnectionFault."""
     if len(payload) != _LONG.size:
         raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{frame_name} of an invalid length")
     number: int = _LONG.unpack(payload)[0]

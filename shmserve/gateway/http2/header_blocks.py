@@ -37,9 +37,9 @@ logging.getLogger("hpack").setLevel(logging.INFO)
 _MOST_CACHED = 64
 _LONGEST_CACHED = 512
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
-_LONG_UPDATE = 0x1F  # In the first byte of an update: more bytes of the integer follow.
-_MOST_UPDATES = 2  # updates of the table's size per block
-_LONGEST_LENGTH = 19  # digits
+_LONG_UPDATE = 0x1F  # in the first byte of a table size update: more bytes of the integer follow
+_MOST_UPDATES = 2  # maximum number of table size updates per block
+_LONGEST_LENGTH = 19  # maximum number of digits of a content-length
 
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _NEEDED = frozenset((b":method", b":scheme", b":path"))
@@ -88,7 +88,7 @@ class HeaderDecoder(Generic[Read]):
         check_trailers(self._decode(block)[0])
 
     def skip(self, block: bytes) -> None:
-        """Decode a block only to update the table; raise ConnectionFault."""
+        """Decode a block only to update the dynamic table; raise ConnectionFault."""
         self._decode(block)
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
@@ -197,7 +197,7 @@ def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
     )
 
 
-STATUS_200 = b"\x88"  # ":status: 200" in the static table
+STATUS_200 = b"\x88"  # the index of ":status: 200" in the static table
 
 
 def _integer(value: int) -> bytes:

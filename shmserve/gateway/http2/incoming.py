@@ -176,11 +176,11 @@ class FrameReader(ABC, Generic[T]):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.closing = False
-        self.ready = False  # the client's SETTINGS have arrived
+        self.ready = False  # whether the client's SETTINGS have arrived
         self.frames_in = 0
         self._buffer = bytearray()  # the start of an incomplete frame
         self._needed = 0  # bytes that the buffer needs before parsing continues
-        self._opened = False  # the preface has arrived
+        self._opened = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream = 0
         self._block_flags = 0
@@ -189,7 +189,7 @@ class FrameReader(ABC, Generic[T]):
         self.arriving_for: Stream | None = None
         self._padding_left = 0
         self._piece_ends = False
-        self.pending = False  # received frames remain to be processed
+        self.pending = False  # whether received frames remain to be processed
 
     def receive(self, data: Bytes) -> Sequence[Event[T]]:
         """Process these bytes and any pending frames.

@@ -53,22 +53,22 @@ class Stream:
         self.call: Any = None
         self.ended = False
         self.finished = False
-        self.cut = False  # the response was cut short
+        self.cut = False  # whether the response was cut short
         self.expected = -1  # bytes that its content-length still promises; -1: none given
         self.receive_window = receive_window
         self.padding = 0  # bytes of padding not yet returned to the client's window
         # --- output
         self.send_window = send_window
         self.waiting: deque[memoryview] = deque()
-        self.queued = 0  # bytes in `waiting`
+        self.queued = 0  # number of bytes in `waiting`
         self.sent = 0  # total bytes sent
-        self.trailers: bytes | None = None  # sent after the data
+        self.trailers: bytes | None = None  # the trailers to send after the data
         self.on_progress: Callable[[], None] | None = None
         self.on_sent: Callable[[], None] | None = None
 
 
 class ResponseForm:
-    """The header blocks of a whole response, each smaller than a frame.
+    """The header blocks of a complete response, each smaller than a frame.
 
     `start` and `end` are the headers of their frames up to the stream id.
     """
@@ -95,7 +95,7 @@ class Outgoing:
         self.waiting: dict[Stream, None] = {}  # streams with unsent data, in turn
         self.frames = 0  # number of data frames
         self.bytes = 0  # number of data bytes
-        self.window_grown = False  # a window has grown: `resume` must be called
+        self.window_grown = False  # whether a window has grown, so that `resume` must be called
 
     # --- called by the receiver of calls
 
@@ -189,7 +189,7 @@ class Outgoing:
     # --- called for the client's frames
 
     def receive_window_update(self, stream: Stream | None, more: int) -> None:
-        """Enlarge the window of a stream, or of the connection (None), by `more` bytes.
+        """Enlarge the send window of a stream, or of the connection (None), by `more` bytes.
 
         Raises:
             StreamFault: The stream's window exceeds the largest one.
@@ -251,7 +251,7 @@ class Outgoing:
             self._frame(stream, piece, size)
         del self.waiting[stream]
         if stream.queued or self.paused:
-            self.waiting[stream] = None  # after all other streams
+            self.waiting[stream] = None  # the stream's next turn comes after all other streams'
         elif stream.trailers is not None:
             self._block(stream, stream.trailers, END_HEADERS | END_STREAM)
             self._sent_all(stream)

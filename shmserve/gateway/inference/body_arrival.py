@@ -23,7 +23,7 @@ from shmserve.errors import ShmserveError, Unavailable
 LARGE = 1024 * 1024
 _PAUSE_S = 0.5
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
 # Bytes: each extends the time limit of a body by a second.
 SLOWEST_RATE = 64 * 1024
 
@@ -134,7 +134,7 @@ class Arrival:
         self._timeout_s = body_timeout_s
         self._budget = budget
         self._began = time.monotonic()
-        self._waiting: asyncio.Timeout | None = None  # the current wait
+        self._waiting: asyncio.Timeout | None = None  # the timeout of the current wait for bytes
         self._since = 0.0  # the start of the current wait
         self._waited_s = 0.0  # the total time of the earlier waits
         self._release: Callable[[], None] | None = None

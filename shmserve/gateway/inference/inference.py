@@ -56,13 +56,13 @@ from shmserve.ipc.transport.records import MalformedMessage
 logger = logging.getLogger(__name__)
 
 Message = m.Responded | m.Failed
-_MOST_TEMPLATES = 8  # templates of one stream
+_MOST_TEMPLATES = 8  # maximum number of response templates of one stream
 
 R = TypeVar("R", bound=GatewayRequest)
 
 
 class ActiveCount:
-    """A count (`active`) of requests or connections, whose end a drain awaits."""
+    """The number (`active`) of requests or connections that a drain waits for."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -160,7 +160,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace is None:
         return ""
     if trace.explained:
-        built.responses = None  # every response has an explanation of its own
+        built.responses = None  # no templates, because every response has an explanation of its own
     return trace.scheduler.message
 
 
@@ -229,7 +229,7 @@ class UnaryInference(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if not self.ended:
-            self.discard(message)  # The model has exactly one response.
+            self.discard(message)  # surplus response: the model has exactly one response
             return
         self.message = message
         built = self.built
@@ -412,7 +412,8 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
 
 
 _MOST_ELEMENTS = 1_000_000
-_UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
+# Triton does not classify these datatypes, either.
+_UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))
 
 
 def classified_as_requested(
@@ -457,7 +458,7 @@ def _classified(
     if elements > _MOST_ELEMENTS:
         raise InvalidArgument("classification output tensor too large")
     if len(data) != elements * ITEM_SIZE[datatype]:
-        return tensor  # `output_bytes` reports the wrong size
+        return tensor  # `output_bytes` reports the wrong size later
     batch = tensor.shape[:1] if batched else ()
     values = np.frombuffer(data, NUMPY[datatype])
     rows = values.reshape(batch[0], -1) if elements and batch else values.reshape(1, -1)

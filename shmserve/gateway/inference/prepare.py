@@ -45,7 +45,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MOST_RESPONSES = 8  # response templates of requests with one header
+_MOST_RESPONSES = 8  # maximum number of response templates of requests with one header
 _ALIGNMENT = 64
 
 
@@ -433,7 +433,7 @@ class ArrivingTensors:
         self.views = views
         self.begun = 0
         self.release = release
-        self._remaining = _NOTHING  # the rest of the tensor that is arriving
+        self._remaining = _NOTHING  # the remaining memory of the tensor that is arriving
 
     def begin(self, size: int) -> bool:
         """Begin the next tensor; return whether there is one of this size."""

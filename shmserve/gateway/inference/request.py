@@ -138,7 +138,7 @@ def check_number(members: Sized, noun: str) -> None:
     """Raise InvalidArgument if a request has too many inputs, outputs or parameters (`noun`)."""
     if len(members) > _MOST_OF_A_KIND:
         raise InvalidArgument(
-            f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"
+            f"a request may have at most {_MOST_OF_A_KIND} {noun}, got {len(members)}"
         )
 
 

@@ -70,7 +70,7 @@ _PASSED_ON = ("session.", "ep.")  # prefixes of onnxruntime's own settings
 
 
 class LoadProblem(InvalidArgument):
-    """Violations of rules that Triton checks only when it loads a version."""
+    """An invalid configuration of which Triton detects the errors only when it loads a version."""
 
 
 def validate(
@@ -126,9 +126,7 @@ def _load_problems(
     of_tensors = list(tensor_problems(config, complete=complete))
     if complete:
         of_tensors += batch_io_problems(config)
-    for problem in of_tensors:
-        yield problem._replace(text=f"{problem.text} for {config.name}")
-    for problem in warmup_problems(config):
+    for problem in (*of_tensors, *warmup_problems(config)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
@@ -253,7 +251,8 @@ def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
 
 def _label_problem(base: Path, label: str) -> str:
     try:
-        path = Path(os.path.normpath(base / label))  # links may lead anywhere
+        # The path is normalised as text, because links may point anywhere.
+        path = Path(os.path.normpath(base / label))
         readable = stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         readable = False
@@ -302,7 +301,8 @@ def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
         final: The completed configuration.
     """
     found = [
-        f"instance_group[{index}].count: {group.count} is taken as the default; it is 1 or more"
+        f"instance_group[{index}].count: {group.count} is replaced by the default, because a "
+        "count must be at least 1"
         for index, group in enumerate(written.instance_group)
         if group.count < 0
     ]

@@ -52,7 +52,7 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _links(config: ModelConfig) -> Iterator[Problem]:
-    """Check that each tensor has one source, and that all inputs and outputs are connected."""
+    """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
     read = _read(config)
     written = {
@@ -78,7 +78,7 @@ def _links(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _read(config: ModelConfig) -> set[str]:
-    """Return the tensors that steps read."""
+    """Return the names of the tensors that steps read."""
     steps = config.ensemble_scheduling.step
     read = {tensor for step in steps for tensor in step.input_map.values()}
     return read | set(conditions(config).values())
@@ -102,10 +102,13 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
         found = _CONDITION.fullmatch(key)
         if not found:
             if key.startswith("step["):
-                text = f"parameter '{key}' of ensemble '{name}' is not known: step[N].condition is"
+                text = (
+                    f"parameter '{key}' of ensemble '{name}' is unknown (allowed: "
+                    "step[N].condition)"
+                )
                 yield Problem(at, text)
         elif int(found[1]) >= len(steps):
-            text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, from 0"
+            text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, numbered from 0"
             yield Problem(at, text, (_STEP,))
         elif parameter.string_value not in known:
             text = (
@@ -116,7 +119,7 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _connections(config: ModelConfig) -> Iterator[Problem]:
-    """Check that each output can be computed, and that each tensor contributes to an output."""
+    """Yield the problems of outputs that cannot be computed and of tensors that no output needs."""
     name, steps = config.name, config.ensemble_scheduling.step
     conditional = conditions(config)
     reads = [
@@ -130,11 +133,12 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
         tensors.update(tensor for index in ready for tensor in steps[index].output_map.values())
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
     if tensors.issuperset(output.name for output in config.output):
-        for index in waiting:  # in a cycle, or behind one
+        for index in waiting:  # these steps are in a cycle, or depend on a cycle
             missing = next(tensor for tensor in reads[index] if tensor not in tensors)
             text = (
-                f"step {index} of ensemble '{name}', of model '{steps[index].model_name}', can "
-                f"never run: its tensor '{missing}' is made only by steps that wait for it"
+                f"step {index} of ensemble '{name}', model '{steps[index].model_name}', can "
+                f"never run: its input tensor '{missing}' is produced only by steps that depend "
+                "on it"
             )
             yield Problem((*_STEP, index), text)
     for index, output in enumerate(config.output):
@@ -220,7 +224,7 @@ def _available_models(
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor as one model sees it."""
+    """A tensor's datatype and shape as one model declares them."""
 
     model: str
     data_type: int
@@ -299,7 +303,7 @@ def _mapped(
 
 
 def _disagreement(first: _Tensor, second: _Tensor) -> str:
-    """Return the message about two models' different views of a tensor, or "".
+    """Return the message about a tensor that two models declare differently, or "".
 
     If only one of the models batches, the dimensions are compared with and without the batch
     dimension.

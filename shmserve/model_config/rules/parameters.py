@@ -52,7 +52,7 @@ _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     MAX_INSTANCES: _INSTANCES,
 }
 _OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
-_MOST_ELEMENTS = 1 << 28  # in a row of a bucket
+_MOST_ELEMENTS = 1 << 28  # maximum number of elements in a row of a padding bucket
 _LONGEST_SHOWN = 64
 # The largest finite value of each floating-point datatype.
 _LARGEST: dict[int, float] = {
@@ -107,7 +107,7 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
     if strategy is not None and not config.HasField("dynamic_batching"):
         text = (
             f"parameter '{STRATEGY}' is '{strategy}' {suffix}, which has no 'dynamic_batching': "
-            "add that block, or leave the parameter out"
+            "add that block, or remove the parameter"
         )
         yield Problem(_at(STRATEGY), text)
     if strategy is Strategy.ADAPTIVE and TARGET not in values:
@@ -120,8 +120,8 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
     if TARGET in values and not is_managed and (strategy or STRATEGY not in values):
         found = f"'{strategy}'" if strategy else "not given"
         text = (
-            f"parameter '{TARGET}' is for '{STRATEGY}' '{Strategy.ADAPTIVE}' only, which is "
-            f"{found} {suffix}, or for '{MAX_INSTANCES}'"
+            f"parameter '{TARGET}' requires '{MAX_INSTANCES}', or '{STRATEGY}' "
+            f"'{Strategy.ADAPTIVE}', which is {found} {suffix}"
         )
         yield Problem(_at(TARGET), text)
 
@@ -163,8 +163,8 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
     ):
         if is_given:
             text = (
-                f"parameter '{MAX_INSTANCES}' is for models whose requests are independent of one "
-                f"another, found {found}: {config.name}"
+                f"parameter '{MAX_INSTANCES}' requires a model whose requests are independent of "
+                f"each other, found {found}: {config.name}"
             )
             yield Problem(_at(MAX_INSTANCES), text, ((key,),))
 
@@ -173,7 +173,7 @@ def _of_groups(config: ModelConfig, maximum: int) -> Iterator[Problem]:
     groups = config.instance_group
     suffix = f"for {config.name}, which has the parameter '{MAX_INSTANCES}'"
     if len(groups) > 1:
-        text = f"one instance group is allowed {suffix}, found {len(groups)}"
+        text = f"only one instance group is allowed {suffix}, found {len(groups)}"
         yield Problem(("instance_group", 1), text, (_at(MAX_INSTANCES),))
         return
     for group in groups:
@@ -187,10 +187,10 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
     try:
         entries = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
-        yield f"must be a JSON object, and cannot be read: {error}"
+        yield f"must be a JSON object, but cannot be parsed: {error}"
         return
     except RecursionError:
-        yield "must be a JSON object, and cannot be read: it is nested too deeply"
+        yield "must be a JSON object, but is nested too deeply"
         return
     if not isinstance(entries, dict) or not all(
         isinstance(each, dict) for each in entries.values()
@@ -201,9 +201,9 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
     if not complete or not entries:
         return
     if config.max_batch_size < 1:
-        yield "needs a max_batch_size of 1 at least, as it fills up the rows of a batch"
+        yield "requires a max_batch_size of at least 1, because it pads the rows of a batch"
     if config.model_transaction_policy.decoupled:
-        yield "needs a model that is not decoupled"
+        yield "is not supported for a decoupled model"
     inputs = {io.name: io for io in config.input}
     outputs = {out.name: out for out in config.output}
     for name, entry in entries.items():
@@ -224,21 +224,21 @@ def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -
             yield f"has the unknown key '{key}' (allowed: {allowed}){near}"
     io = inputs.get(name)
     if io is None:
-        yield "is for no input of the model, nor has it 'like' for an output"
+        yield "names neither an input of the model, nor an output with 'like'"
         return
     if -1 not in io.dims:
-        yield "is for an input without a dimension of any size (-1)"
+        yield "names an input without a variable dimension (-1)"
     if io.HasField("reshape") or io.allow_ragged_batch:
         other = "allow_ragged_batch" if io.allow_ragged_batch else "reshape"
-        yield f"is for an input with '{other}': it can have one of the two"
+        yield f"names an input with '{other}', which cannot be combined with padding"
     if io.data_type == DataType.TYPE_STRING:
-        yield "is for an input of strings, which have no padding"
+        yield "names an input of strings, which cannot be padded"
     else:
         yield from _value(entry.get("value", 0), io.data_type)
     yield from _buckets(entry.get("buckets", []), list(io.dims))
     maximum = entry.get("max_waste", 1)
     if isinstance(maximum, bool) or not isinstance(maximum, int | float) or not 0 <= maximum <= 1:
-        yield f"must have as 'max_waste' a share, from 0 to 1, found {maximum!r}"
+        yield f"must have a 'max_waste' from 0 to 1, found {maximum!r}"
 
 
 def _value(value: Any, data_type: int) -> Iterator[str]:
@@ -247,14 +247,14 @@ def _value(value: Any, data_type: int) -> Iterator[str]:
     if low is None or high is None:
         largest = _LARGEST[data_type]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            yield f"must have as 'value' a number for {kind}, found {value!r}"
+            yield f"must have a 'value' that is a number ({kind}), found {value!r}"
         elif abs(value) > largest and value not in (math.inf, -math.inf):
             yield (
-                f"must have as 'value' a number from {-largest:.6g} to {largest:.6g}, or an "
-                f"infinite one, for {kind}, found {_shown(value)}"
+                f"must have a 'value' from {-largest:.6g} to {largest:.6g}, or infinity, for "
+                f"{kind}, found {_shown(value)}"
             )
     elif not isinstance(value, int) or not low <= value <= high:
-        yield f"must have as 'value' an integer from {low} to {high} for {kind}, found {value!r}"
+        yield f"must have an integer 'value' from {low} to {high} ({kind}), found {value!r}"
 
 
 def _shown(value: Any) -> str:
@@ -264,19 +264,19 @@ def _shown(value: Any) -> str:
 
 def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
     if not isinstance(buckets, list):
-        yield f"must have as 'buckets' a list of shapes, found {buckets!r}"
+        yield f"must have 'buckets' that are a list of shapes, found {buckets!r}"
         return
     for bucket in buckets:
         sizes = bucket if isinstance(bucket, list) else []
         whole = all(type(size) is int and size > 0 for size in sizes)
         if not whole or len(sizes) != len(dims):
-            yield f"has the bucket {bucket!r}, which is no shape of {len(dims)} sizes"
+            yield f"has the bucket {bucket!r}, which is not a shape of {len(dims)} dimensions"
         elif any(dim not in (-1, size) for dim, size in zip(dims, sizes, strict=True)):
-            yield f"has the bucket {bucket!r}, which does not agree with the input's dims {dims}"
+            yield f"has the bucket {bucket!r}, which does not match the input's dims {dims}"
         elif math.prod(sizes) > _MOST_ELEMENTS:
             yield (
-                f"has the bucket {_shown(bucket)} of more elements than a row may have, "
-                f"{_MOST_ELEMENTS}"
+                f"has the bucket {_shown(bucket)}, which exceeds the {_MOST_ELEMENTS} elements "
+                "that a row may have"
             )
 
 
@@ -288,23 +288,23 @@ def _of_output(
     entries: dict[str, Any],
 ) -> Iterator[str]:
     if set(entry) != {"like"}:
-        yield "has other keys beside 'like'"
+        yield "has keys besides 'like', which must be the only one"
     output, source = outputs.get(name), entry["like"]
     if output is None:
-        yield "has 'like' for what is no output of the model"
+        yield "has 'like', but the model has no output of this name"
         return
     if output.HasField("reshape"):
-        yield "is for an output with 'reshape': it can have one of the two"
+        yield "names an output with 'reshape', which cannot be combined with padding"
     if (
         not isinstance(source, str)
         or source not in inputs
         or "like" in entries.get(source, {"like": 0})
     ):
-        yield f"must have as 'like' an input that is padded, found {source!r}"
+        yield f"must have a 'like' that names a padded input, found {source!r}"
         return
     free, known = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
     if free != known or not free:
-        yield f"cuts an output with {free} dimensions of any size like an input with {known}"
+        yield f"cuts an output with {free} variable dimensions like an input with {known}"
 
 
 def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
@@ -315,11 +315,11 @@ def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> It
             if extra is None:
                 continue
             if not isinstance(extra, str) or not extra:
-                yield f"must have as '{key}' the name of an input, found {extra!r}, of '{name}',"
+                yield f"must have a '{key}' that names an input, found {extra!r}, for '{name}',"
             elif extra in taken:
                 yield (
-                    f"makes the input '{extra}' as '{key}', which is another input's name already, "
-                    f"of '{name}',"
+                    f"creates the input '{extra}' ('{key}'), whose name another input has, for "
+                    f"'{name}',"
                 )
             else:
                 taken.add(extra)

@@ -113,7 +113,7 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
 
 
 def _names(config: ModelConfig) -> Iterator[Problem]:
-    """Check that each control input has a name, and a single kind."""
+    """Yield the problems of control inputs without a name or without a single kind."""
     name = config.name
     named: list[tuple[Key, str]] = []
     for index, given in enumerate(config.sequence_batching.control_input):

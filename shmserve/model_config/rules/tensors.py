@@ -153,7 +153,7 @@ def _reshape(
 
 
 def _no_dims(dims: Sequence[int]) -> list[int]:
-    """Return the indices of dimensions that are neither a size nor -1."""
+    """Return the indices of invalid dimensions: neither a positive size nor -1."""
     return [index for index, dim in enumerate(dims) if dim < 1 and dim != -1]
 
 

@@ -20,7 +20,10 @@ Kind = Literal["word", "number", "string", "bool"]
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value: a `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`."""
+    """A scalar value of a given kind.
+
+    The kind is `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`.
+    """
 
     kind: Kind
     value: str | int | float | bytes | bool
@@ -30,7 +33,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`name: value`. Only a `listed` entry (in brackets) may have several values, or none."""
+    """A field of a message: `name: value`.
+
+    Only a `listed` entry (in brackets) may have several values, or none.
+    """
 
     name: str
     values: list[Scalar | MessageValue]

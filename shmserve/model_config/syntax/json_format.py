@@ -23,7 +23,7 @@ _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
 
 _QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
-# The start of a name or a value in JSON.
+# The first token of a name or a value in JSON.
 _BEGINNING = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
 # Extensions of JSON that protobuf's reader accepts: strings in single quotes, names without quotes,
 # trailing commas.
@@ -176,7 +176,7 @@ def _shown_float(value: float, *, is_single: bool) -> float | str:
 def _single(value: float) -> bytes | None:
     try:
         return struct.pack("f", value)
-    except OverflowError:  # the largest float32, rounded up
+    except OverflowError:  # the value is the largest float32, rounded up
         return None
 
 

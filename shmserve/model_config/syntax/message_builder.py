@@ -51,7 +51,7 @@ _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 class _Wrong(Exception):
-    """A value that does not fit its field; the text is the reason."""
+    """Raised for a value that does not fit its field; the text is the reason."""
 
 
 @dataclass(slots=True)

@@ -57,26 +57,31 @@ _LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all 
 _EPOCH = 24  # batches
 _SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
 _OTHER_EVERY, _MOST_EVERY = 2, 160  # initial and maximum epochs between uses of the other way
-_PAYS = 0.8  # ratio of latencies at which waiting certainly pays
+_PAYS = 0.8  # initial and maximum number of epochs between uses of the other choice
 _WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED = 0.01  # share of requests that may miss the target
 _LOWEST = 0.25  # minimum of the aim, as a share of the target
 _TOLERATED = 0.02  # share of requests that may miss the target before misses accumulate
-_OUT_OF_REACH, _MOST_MISSES = 30, 60  # accumulated misses
+# Accumulated misses at which the target is out of reach, and their maximum.
+_OUT_OF_REACH, _MOST_MISSES = 30, 60
 _FULL = 0.95  # utilisation above which an instance does not keep up
 _CLEARLY = 0.1  # relative difference above which two durations differ clearly
 
 
 class Account:
-    """The misses that may be spent on trials."""
+    """The number of latency-target misses that trials may still cause."""
 
     def __init__(self) -> None:
         self.credit = _FIRST
         self._explained = 0.0
 
     def earn(self, held: int) -> None:
-        """Credit the share of requests in time."""
+        """Credit the misses that these requests in time have earned.
+
+        Args:
+            held: The number of requests that met the target.
+        """
         if self.credit < _MOST:
             self.credit += _EARNED * held
 
@@ -85,7 +90,7 @@ class Account:
         self.credit = min(self.credit, _MOST)
 
     def spend(self, misses: float) -> None:
-        """Subtract the misses of a trial."""
+        """Subtract the misses that a trial has caused."""
         self.credit -= misses
         self._explained += misses
 
@@ -97,21 +102,22 @@ class Account:
 
 
 class Ways:
-    """A choice between two ways by the latencies that each has produced, as moving averages.
+    """The decision whether waiting for further requests pays, from measured latencies.
 
-    For clients that wait for their responses, shorter latencies also mean more requests. The better
-    way depends on the load, so some epochs use the other way: initially every second epoch, then
-    exponentially fewer while that confirms the choice. This bounds the cost.
+    The mean latencies with waiting (`on`) and without are compared as moving averages. For clients
+    that wait for their responses, shorter latencies also mean more requests. The better choice
+    depends on the load, so some epochs use the other choice: initially every second epoch, then
+    exponentially fewer while the choice is confirmed. This bounds the cost.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self.on = True
-        self.pays = False  # whether the first way is certainly better
+        self.pays = False  # whether waiting certainly has the lower latency
         self._better = True
         self._every, self._next = _OTHER_EVERY, 2 * _OTHER_EVERY
         self._mean_ns: dict[bool, float] = {}
-        self._price = 0  # misses in the last epoch of the other way
+        self._price = 0  # misses in the last epoch that used the other choice
         self._epochs = 0
         self._start()
 
@@ -156,14 +162,14 @@ class Ways:
 
 @record
 class Moment:
-    """The state of an instance when a size is tried.
+    """The state of an instance when a batch size is tried.
 
     Attributes:
         own_ns: The time left to the oldest request.
         spare_ns: The time that new requests could wait longer.
         row_ns: The shortest duration per row.
         per_ns: The rows that arrive per ns.
-        most_here: The maximum number of requests.
+        most_here: The recent maximum of requests that were not completed.
         needed: Whether the known sizes do not keep up with the arrivals.
     """
 
@@ -176,13 +182,13 @@ class Moment:
 
 
 class Sizes:
-    """The trials of sizes, and their price.
+    """The trials of batch sizes, and the misses that they may cause.
 
     A trial at a low rate delays the requests that arrive until the instance has caught up. The late
     requests are those of the trial, if it takes longer than the time left to them, and those behind
     it. The instance catches up only in its idle time, so that a trial near its capacity is
     expensive. If clients wait for their responses, the number of late requests is bounded by the
-    number of clients. The account pays the actual cost of a trial, at most its price.
+    number of clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
     def __init__(self, account: Account) -> None:
@@ -196,7 +202,7 @@ class Sizes:
         self._behind = self._price = 0.0
 
     def due(self, batches: int) -> bool:
-        """Check whether a size may be tried after this number of batches."""
+        """Check whether a trial is due, given the number of batches executed so far."""
         return batches >= self._at
 
     def allowed(self, size: int, worst_ns: float, moment: Moment, batches: int) -> bool:
@@ -217,7 +223,15 @@ class Sizes:
         return own + min(max(lost_ns, 0) * moment.per_ns / self._idle, most_here)
 
     def returned(self, units: int, took_ns: int, count: int, in_flight: int, misses: int) -> None:
-        """Record a batch of `count` requests, of which `misses` were late."""
+        """Record a batch of `count` requests, of which `misses` were late.
+
+        Args:
+            units: The size of the batch in rows.
+            took_ns: The duration of its execution.
+            count: The number of its requests.
+            in_flight: The number of requests that are not completed.
+            misses: The number of its requests that missed the target.
+        """
         if units == self._size:
             self._behind = count + in_flight / self._idle
             self._price = self._price_of(units, took_ns, in_flight)
@@ -230,7 +244,7 @@ class Sizes:
 
 
 class AdaptiveBatcher(Batcher):
-    """A batcher that meets a latency target by the rules above."""
+    """A batcher that meets a latency target by the rules of this module's docstring."""
 
     learns = True
 
@@ -243,7 +257,7 @@ class AdaptiveBatcher(Batcher):
         self._waiting = Ways(self._account)
         self._sizes = Sizes(self._account)
         self._aim_ns = float(rules.target_ns)
-        self._misses = 0.0  # the cumulative sum
+        self._misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
         self._first: Pending | None = None
         self._until_ns = 0
@@ -275,7 +289,7 @@ class AdaptiveBatcher(Batcher):
         self._aim(count - misses, self._account.unexplained(misses))
 
     def _aim(self, held: int, misses: int) -> None:
-        """Correct the aim by requests in time and by misses that no trial has caused."""
+        """Adjust the aimed latency to requests in time and to misses that no trial has caused."""
         self._account.earn(held)
         self._misses = min(max(self._misses - _TOLERATED * held, 0) + misses, _MOST_MISSES)
         self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * held) * (1 - _STEP) ** misses
@@ -371,7 +385,7 @@ class AdaptiveBatcher(Batcher):
         return 0, False
 
     def _tried(self, now_ns: int, head: QueueHead) -> int:
-        """Return the number of first requests to run as a trial of their size, or 0."""
+        """Return how many requests at the head of the queue to run as a size trial, or 0."""
         batches = self._load.batches
         if not self._sizes.due(batches):
             return 0
@@ -395,16 +409,21 @@ class AdaptiveBatcher(Batcher):
         return Moment(own_ns, spare_ns, row_ns, load.per_ns, load.most, needed)
 
     def _start_by(self, oldest_ns: int, units: int) -> int:
-        """Return when a batch must start for its oldest request to be in time."""
+        """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
+
+        Args:
+            oldest_ns: The time at which this request was enqueued.
+            units: The size of the batch in rows.
+        """
         return int(oldest_ns + self._aim_ns - self._time.most_ns(units))
 
     def _in_time(self, now_ns: int, requests: list[Pending]) -> int:
-        """Return the number of first requests to run at once so that all requests are in time.
+        """Return how many requests at the head of the queue to run now so that all meet the target.
 
-        The others run in a second batch. The result is 0 if that is impossible.
+        The others run in a second batch. The result is 0 if two batches would not meet it either.
         """
         first, oldest = 0, NEVER
-        before: list[tuple[int, int]] = []  # size, and oldest request, of the first ones
+        before: list[tuple[int, int]] = []  # rows, and oldest enqueue time, of the first n requests
         for request in requests:
             first, oldest = first + request.units, min(oldest, request.enqueued_ns)
             before.append((first, oldest))
@@ -421,7 +440,7 @@ class AdaptiveBatcher(Batcher):
 
 
 def _within(requests: list[Pending], units: int) -> int:
-    """Return the number of first requests that fit this size, at least 1."""
+    """Return how many requests at the head of the queue fit a batch of `units` rows, at least 1."""
     for count, request in enumerate(requests):
         units -= request.units
         if units < 0:

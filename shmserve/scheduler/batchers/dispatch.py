@@ -29,7 +29,7 @@ from shmserve.scheduler.settings import Settings
 
 
 class SequenceKey(NamedTuple):
-    """The sequence of a request, and the flags of the request there."""
+    """The sequence that a request belongs to, and the request's flags in the sequence."""
 
     correlation_id: int | str
     flags: int
@@ -37,7 +37,7 @@ class SequenceKey(NamedTuple):
 
 @dataclass(eq=False)
 class Dispatcher(ABC):
-    """The interface of a dispatcher, which starts what can run.
+    """The interface of a dispatcher, which starts the queued requests that can run.
 
     A dispatcher that `follows` requests is called for each request before and after it is enqueued.
     """
@@ -65,16 +65,20 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def run(self, now_ns: int) -> int:
-        """Start all that can run; return when to call again if nothing happens before."""
+        """Start all requests that can run.
+
+        Returns:
+            The time (monotonic ns) of the next call if nothing happens before.
+        """
 
     @abstractmethod
     def flush(self) -> None:
-        """Stop waiting for further requests."""
+        """Stop waiting for further requests: batches run with the requests that are queued."""
 
     def identify(
         self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
     ) -> SequenceKey | None:
-        """Return the sequence of a request before it is enqueued.
+        """Return the sequence of a request before it is enqueued, or None if it has no sequence.
 
         Raises:
             InvalidArgument, QueueFull: The request is not admitted.
@@ -96,20 +100,23 @@ class Dispatcher(ABC):
     def again(self, request: ScheduledRequest) -> bool:
         """Requeue an executed request that its model has rescheduled.
 
-        Return whether that was done.
+        Return False if this kind of scheduling cannot requeue it.
         """
         return False
 
     def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
-        """Handle a message of this kind of scheduling; return whether it makes sense."""
+        """Handle a message that only workers of this kind of scheduling send.
+
+        Return False if the message is not expected now.
+        """
         return False
 
     def kept(self, lost: Lost) -> Lost:
-        """Remove from the work of a lost instance the requests that continue elsewhere."""
+        """Return the work of a lost instance without the requests that continue elsewhere."""
         return lost
 
     def gauges(self) -> dict[str, Any]:
-        """Return the current values that only this kind has."""
+        """Return the metrics' current values that only this kind of scheduling has."""
         return {}
 
     def lost_text(self, request: ScheduledRequest) -> str:
@@ -121,7 +128,7 @@ class Dispatcher(ABC):
         return queue_expired_text(request, now_ns)
 
     def needs(self, slot: Slot) -> bool:
-        """Check whether a retiring instance has further work."""
+        """Check whether a retiring instance still has work to do."""
         return False
 
     @property
@@ -168,7 +175,9 @@ class Dispatch(Dispatcher):
                 # A retry runs alone and waits for an instance without other batches.
                 # A call that is sent ahead could wait behind the execution that makes it.
                 sends = in_order.count and not (queue.from_models and queue.calls())
-                slot = self._least_busy() if self._sends_ahead and sends else None
+                if self._sends_ahead and sends:
+                    times = executions.service_time
+                    slot = pool.least_busy(times.pipeline_depth, times.ends_soon)
                 if slot is None:
                     break
             elif tickets is not None:
@@ -195,14 +204,6 @@ class Dispatch(Dispatcher):
             tickets.return_unused()
         return wake_ns
 
-    def _least_busy(self) -> Slot | None:
-        """Return the instance that can take a batch ahead, if there is one."""
-        times, pool = self._executions.service_time, self._pool
-        depth = times.pipeline_depth
-        if depth == 1 and times.ends_soon and pool.ready_count == 1:
-            depth = 2  # no other instance could run a batch that is sent ahead
-        return pool.least_busy(depth)
-
     def _would_run(self, now_ns: int) -> bool:
         """Check whether a batch is ready for a free instance."""
         queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
@@ -214,7 +215,7 @@ class Dispatch(Dispatcher):
 
 
 def batcher_of(settings: Settings) -> Batcher:
-    """Return the batcher of a model."""
+    """Return the batcher that a model's settings select."""
     if settings.batching is None:
         return Batcher()
     if settings.batching.target_ns:

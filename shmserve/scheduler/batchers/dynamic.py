@@ -19,7 +19,7 @@ splits a request:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol, final
@@ -51,13 +51,12 @@ class Pending(Protocol):
     flush_by_ns: int
 
 
-class PendingRequests(Sized, Iterable[Pending], Protocol):
-    """The queued requests, in order."""
-
-
 @record
 class Batch:
-    """A decision to run the first `count` requests of the queue now."""
+    """A decision to run the first `count` requests of the queue now.
+
+    `closed` is the reason why the batch takes no further request.
+    """
 
     count: int
     reason: Closed
@@ -72,7 +71,7 @@ class WaitUntil:
 
 
 class Batcher:
-    """A batcher; this one runs one request at a time, in order, without waiting.
+    """A batcher; this base class runs one request at a time, in order, without waiting.
 
     A batcher that `learns` is notified of arrivals and executions.
     """
@@ -80,26 +79,31 @@ class Batcher:
     learns: bool = False
 
     def decide(
-        self, now_ns: int, pending: PendingRequests, reserve_ns: int
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        """Return the decision for the queue, or None if it is empty.
+        """Return the decision for the queue.
 
         Args:
             now_ns: The time.
-            pending: The queue.
+            pending: The queued requests in order, at least one.
             reserve_ns: How long before a deadline a batch must start in order to meet it.
         """
-        return _ONE if pending else None
+        return _ONE
 
-    def closed(self, pending: PendingRequests) -> Batch | None:
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
         """Return the batch at the front of the queue if it can take no further request."""
-        return _ONE if pending else None
+        return _ONE
 
     def flush(self) -> None:
         """Stop waiting: no further request is expected."""
 
     def arrived(self, now_ns: int, in_flight: int) -> None:
-        """Record an arrival; `in_flight` requests are not done now."""
+        """Record the arrival of a request.
+
+        Args:
+            now_ns: The time.
+            in_flight: The number of requests that are not completed.
+        """
 
     def returned(
         self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
@@ -119,7 +123,7 @@ _ONE = Batch(1, Closed.IDLE)
 
 
 class DynamicBatcher(Batcher):
-    """A batcher with the rules above."""
+    """A batcher with the rules of this module's docstring."""
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 _KEPT = 1 - 1 / 64  # decay of an execution's weight in the line
 _KNOWN = 8  # minimum number of observations for an estimate
 _WIDEST = 4  # spreads; residuals beyond them are clamped
-_LEAST_VARIATION = 0.05  # relative variation of sizes; below it, the slope is undetermined
+_LEAST_VARIATION = 0.05  # residuals beyond this many spreads are clamped
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
 _REMEMBERED = 256.0  # executions in a size's mean, which changes more slowly than the level
@@ -47,11 +47,11 @@ class _Size:
         self._recent, self._number = 1.0, number
 
     def recent(self, number: int) -> float:
-        """Return the number of batches, decayed exponentially up to the execution `number`."""
+        """Return the number of batches of this size, decayed up to the execution `number`."""
         return self._recent * _KEPT ** (number - self._number)
 
     def executed(self, number: int) -> None:
-        """Count the execution `number`."""
+        """Count a batch of this size, which was the execution with this `number`."""
         self._recent, self._number = self.recent(number) + 1, number
 
 
@@ -72,11 +72,11 @@ class SizeTimes:
         self._order: list[int] = []  # the indices of the observed sizes
         self._last = _index(largest)
         self._level = 1.0
-        self._setup_ns = self._each_ns = 0.0  # the line, at a level of 1
+        self._setup_ns = self._each_ns = 0.0  # the fitted line of duration by size, at a level of 1
         self._spread = _FIRST_SPREAD
         self._seen = -1
         self._late = 0  # executions while the target was out of reach
-        # By index, as of the last refresh, at a level of 1.
+        # These lists are by index of a size, as of the last refresh, at a level of 1.
         self._times = [0.0] * (self._last + 1)
         self._best = list(range(self._last + 1))
         self._hoped = self._best.copy()
@@ -154,7 +154,10 @@ class SizeTimes:
             self._stale = True
 
     def _believable(self, size: _Size, took: float) -> float:
-        """Return the clamped duration, and update the level and the spread."""
+        """Return a measured duration, clamped to the plausible range of its size.
+
+        Update the level and the spread.
+        """
         ratio = took / size.mean
         if size.weight >= 4:
             # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The mean
@@ -246,7 +249,7 @@ class SizeTimes:
                 best, top, top_error, top_score = index, rate, error, score
 
     def _at_best(self, spread: float) -> dict[int, float]:
-        """Return the shortest plausible duration by index.
+        """Return the shortest plausible duration of each observed size, by the size's index.
 
         Neighbours that do not clearly differ are pooled. Otherwise the luckiest of many sizes would
         seem to be the fastest, and each of them would be tried.
@@ -287,7 +290,7 @@ class SizeTimes:
         return 0, 0.0
 
     def _fit(self) -> None:
-        """Fit the line by least squares.
+        """Fit a line through batch size and duration by least squares.
 
         If all recent batches have one size, the slope keeps its last value. The initial slope of 0
         is optimistic and leads to larger batches, which reveal the slope.
@@ -330,7 +333,7 @@ def _index(units: int) -> int:
 
 
 def _size(index: int) -> int:
-    """Return the largest size of an index."""
+    """Return the largest batch size that has this index."""
     shift = max((index >> (_EXACT_BITS - 1)) - 1, 0)
     return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
 
@@ -340,7 +343,7 @@ def _middle(lower: int, highest: int) -> int:
 
 
 class _Level:
-    """The statistics of arrivals while a certain number of requests is there."""
+    """The statistics of arrivals while a certain number of requests is in flight."""
 
     def __init__(self) -> None:
         self.chance = 0.0
@@ -349,7 +352,7 @@ class _Level:
         self.seen = 0
 
     def came(self, gap_ns: int) -> None:
-        """Record that a request arrived after this gap."""
+        """Record that the next request arrived after this gap."""
         if self.chance:
             error = gap_ns - self.gap_ns
             self.gap_ns += error / 8
@@ -359,7 +362,7 @@ class _Level:
         self._learn(1.0)
 
     def missed(self) -> None:
-        """Record that no request arrived soon."""
+        """Record that no further request arrived soon."""
         self._learn(0.0)
 
     def _learn(self, outcome: float) -> None:
@@ -442,7 +445,7 @@ class Arrivals:
 
 
 class Load:
-    """Averages of the rows that arrive and that are completed, for each instance.
+    """Moving averages of the rows that arrive and that are completed, per instance.
 
     The number of instances is estimated as the maximum of the average number of busy instances.
     """
@@ -450,14 +453,23 @@ class Load:
     def __init__(self) -> None:
         self.batches = 0
         self.in_flight = 0  # requests that are not completed
-        self._in_flight_before = self._returned_ns = 0  # as of the end of the last batch
-        self._came = self._done = self._took_ns = 0.0  # between the ends of two batches
+        self._in_flight_before = self._returned_ns = 0  # values at the end of the last batch
+        # Averages of the time between the ends of two batches.
+        self._came = self._done = self._took_ns = 0.0
         self._passed_ns = 1.0
         self._each = self._instances = 1.0
         self._most = 0.0
 
     def returned(self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int) -> None:
-        """Record a batch of `count` requests."""
+        """Record the completion of a batch.
+
+        Args:
+            now_ns: The time.
+            in_flight: The number of requests that are not completed.
+            count: The number of requests in the batch.
+            units: The number of rows in the batch.
+            took_ns: The duration of its execution.
+        """
         if self.batches:
             gain = max(_RATE_GAIN, 1 / self.batches)
             self._each += (units / count - self._each) * gain
@@ -480,7 +492,7 @@ class Load:
 
     @property
     def row_ns(self) -> float:
-        """Return the time between the arrivals of two rows, over all instances."""
+        """Return the mean time between the arrivals of two rows, over all instances."""
         return self._passed_ns / self._came if self._came else 0.0
 
     @property
@@ -495,5 +507,5 @@ class Load:
 
     @property
     def stays(self) -> bool:
-        """Return whether as many rows arrive as are completed."""
+        """Return whether the load is steady: about as many rows arrive as are completed."""
         return self._came > _AS_MANY * self._done

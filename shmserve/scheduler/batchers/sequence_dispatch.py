@@ -1,4 +1,4 @@
-"""The dispatcher of sequences: each sequence has its slot at one instance."""
+"""The dispatcher of a stateful model: each sequence has its slot at one instance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MISSED = "an earlier request of the sequence was cancelled or timed out, which 
 
 @dataclass(eq=False)
 class SequenceDispatch(Dispatcher):
-    """The dispatcher of sequences: a free instance receives the next batch of its slots."""
+    """The dispatcher of sequences, which sends a free instance the next batch of its slots."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,13 +41,13 @@ class SequenceDispatch(Dispatcher):
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
         self._name = settings.name
-        self._rows = 1 if settings.max_batch_size else 0  # of a request
+        self._rows = 1 if settings.max_batch_size else 0  # rows of a request
         self._sequences = Sequences(
             settings.name, rules.idle_ns, rules.most, rules.spec.iterative_sequence
         )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
-        self._members = -1  # `members` of the pool at the last turn
+        self._members = -1  # the value of `Pool.members` at the last turn
         self._own_ids = itertools.count(1)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class SequenceDispatch(Dispatcher):
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
-        """Update the slots after instances joined or left."""
+        """Update the slots after instances joined or left the pool."""
         there = {instance.peer: instance for instance in self._pool.ready()}
         for peer in self._slots.keys() - there.keys():
             for sequence in self._sequences.remove_instance(self._slots.pop(peer)):
@@ -192,7 +192,8 @@ class SequenceDispatch(Dispatcher):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.ask([instance], 1)
                 return NEVER
-            # Before they begin, because a sequence that ends then has no slot any more.
+            # The rows are made before the requests begin, because beginning an END frees the
+            # sequence's slot.
             rows = [_row(number, sequence) for number, sequence in decision.rows]
             requests = self._sequences.begin(slots, decision.rows)
             for request in requests:

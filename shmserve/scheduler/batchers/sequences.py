@@ -54,17 +54,18 @@ Owner = tuple[Client[ScheduledRequest], int]
 
 
 class WaitingRequests:
-    """A FIFO queue of the requests of a sequence, in runs.
+    """A FIFO queue of the requests of a sequence, divided into runs.
 
-    A run begins with a START; its requests cannot run without the request at its front. Every
+    A run begins with a START, and its requests cannot run without the request at its front. Every
     operation takes constant time for each request that it removes.
     """
 
     def __init__(self) -> None:
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = (
             deque()
-        )  # empty ones only in the middle
-        self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}  # by the key of a request
+        )  # empty runs are possible only in the middle
+        # The run of each request, by the request's key.
+        self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}
 
     def __len__(self) -> int:
         return len(self._run_of)
@@ -148,17 +149,20 @@ class StatefulSequence:
 
 @record
 class Rows:
-    """A decision to run these sequences now, each in its slot; None is a null row."""
+    """A decision of the sequence batcher to run these sequences now.
+
+    Each sequence has the row of its slot; None is a null row.
+    """
 
     rows: list[tuple[int, StatefulSequence | None]]
     reason: Closed
 
 
 class InstanceSlots:
-    """The slots of the instance at `peer`.
+    """The sequence slots of the instance at the address `peer`.
 
-    Each slot has at most one of the `sequences`; some of them are `running`. `order` decides whose
-    slots are taken first.
+    Each slot has at most one of the `sequences`; some of them are `running`. `order` decides which
+    instance's slots are taken first.
     """
 
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
@@ -167,7 +171,8 @@ class InstanceSlots:
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running: list[StatefulSequence] = []
         self.closed = False  # whether new sequences are rejected
-        self.ready: OrderedDict[int, StatefulSequence] = OrderedDict()  # by slot, in order of offer
+        # Sequences that may run, by slot, in the order of their offers.
+        self.ready: OrderedDict[int, StatefulSequence] = OrderedDict()
 
     @property
     def empty(self) -> bool:
@@ -283,7 +288,7 @@ class Backlog:
         return sequence
 
     def discard(self, sequence: StatefulSequence) -> None:
-        """Remove a sequence, if it waits."""
+        """Remove a sequence if it waits in the backlog."""
         line = self._by_owner.get(sequence.owner)
         if line is not None:
             line.pop(sequence, None)
@@ -295,11 +300,12 @@ class Backlog:
 
 
 class Sequences:
-    """The sequences of a model.
+    """The open sequences of a model.
 
-    A sequence is idle after `idle_ns`, and `most` of an owner may wait for a slot.
+    A sequence expires after it was idle for `idle_ns`. At most `most` sequences of an owner may
+    wait for a slot.
 
-    `once`: a sequence is one request, which its model may ask for again; it ends with that request.
+    `once`: a sequence is one request, which its model may reschedule; it ends with that request.
     """
 
     def __init__(self, model: str, idle_ns: int, most: int, once: bool = False) -> None:
@@ -308,13 +314,13 @@ class Sequences:
         self._most = most
         self._once = once
         self._open: dict[int | str, StatefulSequence] = {}
-        # A heap of the free slots, and of stale ones of closed instances.
+        # A heap of the free slots. It may contain stale slots of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
         self.backlog = Backlog()
         self._idle: OrderedDict[StatefulSequence, int] = (
             OrderedDict()
-        )  # by the start of their idleness
+        )  # idle sequences in the order in which they became idle
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
@@ -359,7 +365,8 @@ class Sequences:
             return
         slots.closed = True
         self._stale += slots.sequences.count(None)
-        if 2 * self._stale > len(self._free):  # the dropped entries amortise this
+        # Rebuilding the heap is amortised by the entries that it drops.
+        if 2 * self._stale > len(self._free):
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
             self._stale = 0
@@ -402,7 +409,11 @@ class Sequences:
             )
 
     def arrive(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
-        """Queue a checked request; return whether it began an open id anew."""
+        """Queue a checked request.
+
+        Returns:
+            Whether the request is a START that restarts an open sequence.
+        """
         sequence = self._open.get(correlation_id)
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
@@ -437,7 +448,7 @@ class Sequences:
         removed = sequence.waiting.remove(request)
         if ends:
             self._close(sequence)
-        if removed:  # else it was removed with an earlier request
+        if removed:  # otherwise it was removed together with an earlier request
             self._settle(sequence)
         return removed
 
@@ -527,18 +538,18 @@ class Sequences:
         return begun
 
     def again(self, request: ScheduledRequest) -> None:
-        """Return a request that its model asked for again to the front of its sequence."""
+        """Return a request that its model has rescheduled to the front of its sequence."""
         sequence: StatefulSequence = request.sequence
         request.flags = 0
         sequence.waiting.put_back(request)
 
     def returned(self, slots: InstanceSlots, now_ns: int) -> None:
-        """Handle the return of an instance's batch."""
+        """Handle the end of an instance's batch: its sequences may run again or end."""
         runs, slots.running = slots.running, []
         for sequence in runs:
             sequence.running = None
             if sequence.home is not slots:
-                continue  # its slot was freed
+                continue  # the slot was freed while the batch ran
             if sequence.waiting:
                 slots.offer(sequence)
             elif sequence.ended or self._once:
@@ -550,7 +561,7 @@ class Sequences:
     # --- time -------------------------------------------------------------------------------------
 
     def next_idle_ns(self) -> int:
-        """Return when `reap` may end a sequence, or NEVER."""
+        """Return the time (monotonic ns) at which `reap` may end a sequence, or NEVER."""
         return next(iter(self._idle.values())) + self._idle_ns if self._idle else NEVER
 
     def reap(self, now_ns: int) -> list[StatefulSequence]:

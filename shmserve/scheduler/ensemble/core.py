@@ -77,16 +77,17 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._steps = StepRunner(graph, targets, links, memory, requests)
         self._decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
-        self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are asked for
-        self._plans_of = 0  # `Targets.changes` when the plans were made
+        self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
+        self._plans_of = 0  # the value of `Targets.changes` when the plans were made
         self._schemas: Schemas[KnownRequest] = Schemas(self._derive)
-        self._planned_bytes = 0  # of memory between steps, for a request
+        self._planned_bytes = 0  # memory between the steps of one request
         self._control = control
         self._memory = memory
         self._cache = cache
         # The number of steps that may wait because of max_inflight_requests; 0: unlimited.
         self._most_waiting = settings.policies.default.max_queue_size
-        self._endpoints: dict[tuple[str, str], str] = {}  # by model name and version
+        # Scheduler endpoints by model name and version.
+        self._endpoints: dict[tuple[str, str], str] = {}
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -121,12 +122,12 @@ class EnsembleCore(Core[EnsembleRequest]):
     def _request(
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> EnsembleRequest:
-        """Return the request that a message submits, its inputs in the data flow.
+        """Return the request that a message submits, with its inputs in the data flow.
 
         Raises:
             MalformedMessage: The message cannot be read.
             Unavailable: The model of a step is not served.
-            InvalidArgument: A tensor lies where it must not.
+            InvalidArgument: The memory range of a tensor is not allowed.
         """
         known = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
         data, plan = submit.data, self._plan(known.outputs)
@@ -235,7 +236,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         key = (message.name, message.version)
         if self._endpoints.get(key) != message.endpoint:
             self._endpoints[key] = message.endpoint
-            # A step may be an ensemble itself, so that the results depend on any model.
+            # A step may itself be an ensemble, so a change of any model may change the cached
+            # results.
             if self._cache is not None:
                 self._cache.clear()
         self._targets.publish(message)
@@ -302,7 +304,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             requests.fail(request, Unsupported.code, text, now_ns)
             self._steps.cancel(request)
         if request.state is not RUNNING:
-            # A step that runs may have to wait until what the flow keeps is released.
+            # Release the request's values now: a running step may wait for their memory.
             flow.close()
             self._steps.drop_waiting(request)
         elif self._decoupled:
@@ -312,7 +314,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         if request.state is RUNNING:
             if self._decoupled:
                 if flow.responses:
-                    return  # until the client has read some
+                    return  # sending continues after the client has read some responses
             elif not flow.responded:
                 text = id_prefix(request.submit.request_id) + _DEADLOCK
                 requests.fail(request, "INVALID_ARG", text, now_ns)
@@ -335,7 +337,7 @@ def _check_ranges(
     """Check that no output is written over an input that another step reads.
 
     Raises:
-        InvalidArgument: An output is.
+        InvalidArgument: An output overlaps such an input.
     """
     for name, memory_range in memory_ranges.items():
         writer = graph.writers[name].index

@@ -31,7 +31,7 @@ from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Valu
 
 ONCE = -1  # the origin of tensors that exist once per request
 RESPONSE = -1  # the index of the response among the readers of tensors
-_ANY_NUMBER = -1  # of uses: the number is unknown until the request ends
+_ANY_NUMBER = -1  # the number of uses is unknown until the request ends
 
 _CONDITION = "step[{}].condition"
 _MOST_KINDS = 256
@@ -101,7 +101,7 @@ class Graph:
 
     @cached_property
     def conditions(self) -> frozenset[str]:
-        """Return the tensors that decide whether a step runs."""
+        """Return the names of the tensors that decide whether a step runs."""
         return frozenset(step.condition for step in self.steps if step.condition)
 
     def needed(self, outputs: Iterable[str]) -> frozenset[int]:
@@ -128,7 +128,11 @@ class Graph:
         return tuple(ordered)
 
     def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
-        """Return the origin of each tensor."""
+        """Return the origin of each tensor by name: a step's index, or ONCE.
+
+        Args:
+            decoupled: Returns whether the model of a step gives any number of responses.
+        """
         found = dict.fromkeys(self.inputs, ONCE)
         for step in self.in_order():
             origin = step.index if decoupled(step) else origin_of(step, found)
@@ -137,7 +141,7 @@ class Graph:
 
 
 def origin_of(step: StepNode, origins: Mapping[str, int]) -> int:
-    """Return the origin that a step follows; in a loaded graph it follows at most one."""
+    """Return the origin of a step's inputs, of which a loaded graph has at most one."""
     return max(origins[tensor] for tensor in step.reads)
 
 
@@ -178,8 +182,9 @@ class PlannedStep(TensorReader):
     Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
         repeated: The tensors that several inputs read, once for each further input.
-        kinds: What step_messages.py derived from the kinds of the inputs of earlier requests.
-        responses: What that module derived from the schemas of earlier responses.
+        kinds: A cache of step_messages.py, derived from the kinds of the inputs of earlier
+            requests.
+        responses: A cache of step_messages.py, derived from the schemas of earlier responses.
     """
 
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
@@ -199,7 +204,7 @@ class PlannedStep(TensorReader):
 
 
 class TensorRoute(NamedTuple):
-    """Where the values of a tensor go.
+    """The readers of a tensor, and how often its values are used.
 
     Attributes:
         uses: How often each value is used; -1: any number of times.
@@ -270,11 +275,11 @@ class Plan:
 
 
 class Firing(NamedTuple):
-    """A step to run with these inputs.
+    """A step that is ready to run with these inputs.
 
     Attributes:
         inputs: The values by the model's names. Each holds a use for this step.
-        kinds: The kinds of all inputs of the model; None for those that are omitted.
+        kinds: The kinds of all inputs of the model; None for omitted inputs.
     """
 
     step: PlannedStep
@@ -302,19 +307,20 @@ class Flow:
         self.plan = plan
         self.responded = False
         self._values: dict[tuple[str, int], Value] = {}
-        self._remaining_uses: dict[tuple[str, int], int] = {}  # uses, where more than one is left
+        # Remaining uses of values with more than one.
+        self._remaining_uses: dict[tuple[str, int], int] = {}
         self._fired: set[tuple[int, int]] = set()
-        self._counts: dict[int, int] = {}  # responses of decoupled steps
+        self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
         self.absent: set[str] = set()
 
     def begin(self, inputs: Tensors) -> None:
-        """Put in the request's inputs; omitted inputs are ABSENT."""
+        """Store the request's inputs; omitted inputs are ABSENT."""
         self._put(inputs, 0)
 
     def respond(self, step: PlannedStep, number: int, made: Tensors) -> None:
-        """Put in the tensors that a response of a step has; omitted outputs are ABSENT."""
+        """Store the tensors of a step's response; omitted outputs are ABSENT."""
         if step.decoupled:
             number = self._counts.get(step.index, 0)
             self._counts[step.index] = number + 1
@@ -334,7 +340,7 @@ class Flow:
         self.responses.clear()
 
     def _put(self, made: Tensors, number: int) -> None:
-        """Store values with one number, and find the steps and responses that they complete."""
+        """Store tensors with one number, and fire the steps and responses that they complete."""
         routes = self.plan.routes
         for tensor, value in made:
             route = routes.get(tensor)
@@ -355,14 +361,14 @@ class Flow:
                             self._fire(reader, at)
 
     def _numbers(self, reader: TensorReader) -> Iterable[int]:
-        """Return the numbers at which a tensor with the origin `ONCE` may have been the last."""
+        """Return the numbers at which a reader may now have all its tensors."""
         for tensor, once in reader.reads:
             if not once:
                 return sorted([at for name, at in self._values if name == tensor])
         return ()
 
     def _fire(self, reader: TensorReader, number: int) -> None:
-        """Run a step or respond with the values at a number, unless one is missing."""
+        """Add a firing of a step, or a response, at a number, unless a tensor is missing."""
         fired = (reader.index, number)
         if fired in self._fired:
             return
@@ -374,7 +380,7 @@ class Flow:
             if key not in values:
                 return
         self._fired.add(fired)
-        taken: dict[str, Value] = {}  # each with a use for the reader
+        taken: dict[str, Value] = {}  # values by name, each with a use for the reader
         for key in keys:
             remaining = self._remaining_uses.get(key)
             if remaining is None:
@@ -459,7 +465,7 @@ class Targets:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
         self._latest: dict[str, str] = {}
-        self._of_steps: dict[int, Target] = {}  # cache; cleared by each publication
+        self._of_steps: dict[int, Target] = {}  # a cache by step, cleared by each publication
         self.changes = 0
 
     def publish(self, message: ModelPublished) -> None:

@@ -52,7 +52,7 @@ class TensorKind:
 
     @classmethod
     def of(cls, datatype: str, shape: tuple[int, ...], batched: bool) -> TensorKind:
-        """Return the kind with this datatype and shape."""
+        """Return the one object for this datatype and shape."""
         key = (datatype, shape, batched)
         return _KINDS.find(key) or _KINDS.share(key, cls(*key))
 
@@ -149,7 +149,7 @@ class EnsembleMemory:
     """
 
     lent: LentMemory
-    _on_dropped: Callable[[int], None]  # is called with the id of an arena that is no longer held
+    _on_dropped: Callable[[int], None]  # called with the id of an arena that is no longer held
     _cuda: Callable[[], Exporting] = Driver
     _held: dict[int, _HeldArena] = field(default_factory=dict)
     _mappings: Mappings = field(default_factory=Mappings)
@@ -209,7 +209,7 @@ class EnsembleMemory:
             self._close(memory_range.memory.id)
 
     def passed_on(self, memory_range: Range) -> Range:
-        """Return a range so that another worker can read it even if its writer has exited."""
+        """Return a memory range in a form that is readable after its writer has exited."""
         held = self._held.get(memory_range.memory.id)
         return memory_range if held is None else replace(memory_range, memory=held.memory)
 
@@ -264,7 +264,7 @@ class _HeldArena:
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
         self.users = 0
-        self.gone = False  # its worker has exited
+        self.gone = False  # whether the worker that owns the arena has exited
         self._fd = opened(memory)
         self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
 
@@ -288,7 +288,7 @@ class DeviceBlocks:
         self._byte_size = byte_size
         self._make = cuda
         self._cuda: Exporting | None = None
-        self._segments: dict[int, _Segment] = {}  # by the id of the memory
+        self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full: set[int] = set()  # devices on which an allocation has failed
 
     @property

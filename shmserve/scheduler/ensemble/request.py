@@ -63,9 +63,9 @@ class EnsembleState(StrEnum):
     """The states of a request."""
 
     RUNNING = auto()
-    FAILED = auto()  # an error is owed
-    REPORTED = auto()  # the error was sent while steps were in flight: `Settled` is owed
-    ABANDONED = auto()  # the client has exited: nothing is owed
+    FAILED = auto()  # an error must still be sent
+    REPORTED = auto()  # the error was sent while steps were in flight: `Settled` must still be sent
+    ABANDONED = auto()  # the client has exited: nothing must be sent
     DONE = auto()
 
 
@@ -86,11 +86,12 @@ TRANSITIONS: Mapping[EnsembleState, Mapping[EnsembleEvent, EnsembleState]] = {
     EnsembleState.ABANDONED: _ENDS,
     EnsembleState.DONE: {},
 }
-RUNNING = EnsembleState.RUNNING  # an enumeration looks a member up each time
+# Module constants, because an enumeration looks a member up each time.
+RUNNING = EnsembleState.RUNNING
 
 
 class KnownRequest(NamedTuple):
-    """What follows from a request's schema.
+    """The properties of a request that its schema determines.
 
     Attributes:
         entries: The number of entries in the data.
@@ -156,7 +157,7 @@ class EnsembleRequest:
     untimed: bool = False
 
     def meet(self, event: EnsembleEvent) -> EnsembleState:
-        """Move to the next state and return the previous one.
+        """Apply an event: move to the next state and return the previous one.
 
         Raises:
             IllegalEvent: The event is not allowed in this state. Nothing changes.
@@ -180,7 +181,7 @@ class UnreadResponses:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the client takes another response."""
+        """Return whether the client can receive another response."""
         return self._window.is_open
 
     def add(self, values: Iterable[Value], byte_size: int) -> None:
@@ -189,7 +190,7 @@ class UnreadResponses:
         self._values.append(list(values))
 
     def read(self, responses: int) -> None:
-        """Release the oldest responses, which the client has read."""
+        """Release the oldest `responses` responses, which the client has read."""
         for _ in range(self._window.read(responses)):
             _release(self._values.popleft())
 
@@ -218,7 +219,7 @@ class EnsembleRequests:
     touched: dict[EnsembleRequest, None] = field(default_factory=dict)
     count: int = 0
     _warned: set[str] = field(default_factory=set)
-    # By the kinds of the tensors, their names, and the sequence.
+    # Packed response schemas by the kinds of the tensors, their names, and the sequence.
     _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MOST_SCHEMAS))
 
     def __post_init__(self) -> None:
@@ -286,7 +287,7 @@ class EnsembleRequests:
     # --- responses --------------------------------------------------------------------------------
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
-        """Send the responses of a stream, as many as the client takes."""
+        """Send the responses of a stream, as many as the client can receive."""
         responses = request.flow.responses
         if not responses:
             return
@@ -308,12 +309,14 @@ class EnsembleRequests:
         self.touched[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
-        """End a request that has no steps in flight, and send what is owed to its client."""
+        """End a request that has no steps in flight, and send its client the end."""
         match request.meet(EnsembleEvent.END):
             case EnsembleState.RUNNING:
                 self._succeed(request, now_ns)
             case EnsembleState.FAILED:
-                request.client.post(request.failure)
+                assert request.failure is not None
+                spans = self._spans(request, now_ns) if request.submit.trace else b""
+                request.client.post(replace(request.failure, spans=spans))
             case EnsembleState.REPORTED:
                 request.client.post(Settled(request.submit.id))
         del request.client.requests[request.submit.id]
@@ -338,16 +341,17 @@ class EnsembleRequests:
             _release(response.values())
             self._store(request, packed, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
-        spans = b""
-        if submit.trace:
-            steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
-            times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
-            spans = spans_of(self._statistics, submit, *times)
+        spans = self._spans(request, now_ns) if submit.trace else b""
         if self._decoupled:
             last = Responded(submit.id, "", "", *packed, True, *times_ns, spans)
             request.client.post(last)
         else:
             request.client.post(Finished(submit.id, *packed, *times_ns, spans))
+
+    def _spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
+        steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
+        times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
+        return spans_of(self._statistics, request.submit, *times)
 
     def _warn(self, absent: set[str]) -> None:
         for tensor in absent - self._warned:
@@ -377,7 +381,7 @@ class EnsembleRequests:
         self._statistics.responded(request, response, now_ns)
 
     def _packed(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
-        """Return a response's schema and data, and lend the client what it reads in our memory."""
+        """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
         sequence = sequence_of(request.submit, overrides(response.values()))
         key: list[Any] = [sequence]

@@ -25,6 +25,7 @@ from shmserve.ipc.messages.inference import (
     message_size,
 )
 from shmserve.ipc.scheduler_client import Links, SchedulerClient
+from shmserve.ipc.trace import TraceContext, TracedTensor, unpack_spans
 from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
@@ -34,6 +35,8 @@ from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 logger = logging.getLogger(__name__)
+
+_MOST_SPANS = 1 << 27  # bytes per request, since the size of a message is limited
 
 
 @dataclass(eq=False)
@@ -70,7 +73,7 @@ class StepRunner:
             self._handle_events(now_ns)
 
     def lost(self, endpoint: str, successor: str, now_ns: int) -> None:
-        """Submit the requests of a scheduler that is lost to those that serve their models now."""
+        """Resubmit the requests of a lost scheduler to the current schedulers of their models."""
         self._targets.move(endpoint, successor)
         self.schedulers.successors.add(endpoint, successor)
         self.schedulers.lost(endpoint)
@@ -102,7 +105,7 @@ class StepRunner:
         request.infer_ns += message.infer_ns
         request.output_ns += message.output_ns
         if message.spans:
-            request.spans += message.spans
+            self._add_spans(step, message.spans)
         more_follow = type(message) is Responded and not message.final
         if type(message) is Responded and message.code:
             self._requests.fail(request, message.code, message.message, now_ns)
@@ -120,8 +123,30 @@ class StepRunner:
         if more_follow:
             self.schedulers.credit(step, 1)
 
+    def _add_spans(self, step: StepRequest, spans: bytes) -> None:
+        """Record the spans of a step, and those of its tensors that are the ensemble's as such."""
+        request, node = step.request, step.firing.step.step
+        if len(request.spans) + len(spans) > _MOST_SPANS:
+            return
+        request.spans += spans
+        context = TraceContext.of(step.submit.trace)
+        if not context.tensors:
+            return
+        traced: list[TracedTensor] = []
+        unpack_spans(spans, traced)
+        for tensor in traced:
+            names, own = node.inputs, self._graph.inputs
+            if tensor.is_output:
+                names, own = node.outputs, self._graph.outputs
+            name = names.get(tensor.name)
+            if tensor.span_id == context.span_id and name in own:
+                changed = tensor._replace(span_id=context.parent_id, name=name)
+                request.spans += changed.packed()
+
     def _fail(self, step: StepRequest, message: Failed, now_ns: int) -> None:
         request = step.request
+        if message.spans:
+            self._add_spans(step, message.spans)
         code, text, retry_after_s = message.code, message.message, message.retry_after_s
         self._requests.fail(request, code, text, now_ns, retry_after_s)
         if message.early:
@@ -129,7 +154,7 @@ class StepRunner:
             self.cancel(request)
 
     def _end(self, step: StepRequest, now_ns: int) -> None:
-        """End a step whose memory no worker has any more."""
+        """End a step whose request no worker uses any more."""
         request, index = step.request, step.firing.step.index
         for value in step.firing.inputs.values():
             value.release()
@@ -145,7 +170,7 @@ class StepRunner:
     # --- to the schedulers ------------------------------------------------------------------------
 
     def run(self, request: EnsembleRequest, now_ns: int) -> None:
-        """Submit the steps of a request that can run now; others wait for their turn."""
+        """Submit the steps of a request that are ready, up to `max_inflight_requests`."""
         most, running = self._graph.max_inflight, self._running
         firings = request.flow.firings
         while firings and request.state is RUNNING:
@@ -194,7 +219,7 @@ class StepRunner:
                 self.schedulers.cancel(step)
 
     def drop_waiting(self, request: EnsembleRequest) -> None:
-        """Remove the waiting steps of a request, which do not run."""
+        """Remove the waiting steps of a request, which will not run."""
         if not request.waiting:
             return
         for index, waiting in enumerate(self._waiting):
@@ -211,7 +236,7 @@ class StepRunner:
 class StepSchedulers(Links):
     """The links of an ensemble to the schedulers of its steps (`Links`).
 
-    A scheduler in this process is called; the others have sockets.
+    A scheduler in the same process is called directly; other schedulers have sockets.
 
     Attributes:
         _identity: The ensemble's address in this process.

@@ -80,8 +80,8 @@ class StepKind(NamedTuple):
 
     Attributes:
         schema: The schema of the requests.
-        schema_or_input: The schema of requests whose outputs may stay where an input lies.
-        placed: The outputs that have places: the model's name and the ensemble's.
+        schema_or_input: The schema of requests whose outputs may stay in the memory of an input.
+        placed: The outputs that have memory ranges: the model's name and the ensemble's.
         sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
         responses: The unpacked schemas of the responses.
@@ -295,7 +295,7 @@ class StepMessages:
         data: list[bytes | Range],
         more_follow: bool,
     ) -> Tensors:
-        """Return the tensors that a response has made, or is lacking."""
+        """Return the tensors of a response, and the outputs that the response lacks as ABSENT."""
         firing = step.firing
         override = response.override or step.override
         held = () if firing.step.once else _held_credits(firing)
@@ -327,13 +327,14 @@ class StepMessages:
     def _keep(
         self, step: StepRequest, name: str, memory_range: Range, for_client: bool
     ) -> tuple[Range, Token | None]:
-        """Return where an output may stay, and the token that keeps its memory.
+        """Return the memory range in which an output stays, and the token that keeps it alive.
 
         The worker that made an output reuses its memory when this process exits. The client may
         read for longer, so its outputs are copied: an ensemble lends only its own memory.
 
         Returns:
-            The range, and its token; None: the range is in none of the ensemble's memory.
+            The range and its token. The token is None if the range is in none of the ensemble's
+            memory.
         """
         if name in step.kind.to_client:
             return memory_range, None
@@ -395,7 +396,7 @@ def _held_credits(firing: Firing) -> tuple[Token, ...]:
 
 
 def _requested(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
-    """Return the outputs of a step that are used, with the client's places."""
+    """Return the outputs of a step that are used, with the client's memory ranges."""
     requested: list[RequestedOutput] = []
     for name, tensor in step.outputs.items():
         if tensor not in request.flow.plan.routes:

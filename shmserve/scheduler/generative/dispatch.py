@@ -50,7 +50,7 @@ from shmserve.scheduler.tables import GenerationStats
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # of its workers, after which a request fails
+_MOST_DEATHS = 3  # a request fails after this many of its workers have died
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +82,7 @@ class Ongoing:
         """Return the state from which another worker continues."""
         samples = {sample: (tokens, "") for sample, tokens in self.open.items()} | self.ended
         if len(samples) < (1 if self.generation is None else self.generation.samples):
-            return []  # its other samples had not begun
+            return []  # the other samples of the request had not begun
         return [
             Resumed(sample, tokens.tobytes(), sent.characters, why, sent.closed, sent.tokens)
             for sample, (now, why) in samples.items()
@@ -97,12 +97,12 @@ class GenerativeDispatch(Dispatcher):
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
-    _clock: Callable[[], int]  # returns ns; measures the duration of planning
+    _clock: Callable[[], int]  # returns monotonic ns; measures the duration of planning
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker
-        self._ongoing: dict[int, Ongoing] = {}  # by the request's key
+        self._engines: dict[bytes, Engine[Ongoing]] = {}  # engines by the address of their worker
+        self._ongoing: dict[int, Ongoing] = {}  # requests at instances by their key
         self._unassigned: list[Ongoing] = []
         self._numbers = itertools.count(1)
 
@@ -120,7 +120,8 @@ class GenerativeDispatch(Dispatcher):
     def _waiting(self) -> int:
         """Return the number of requests and sequences that wait for others to end.
 
-        Requests that have not been prepared yet do not wait if the instances have room for them.
+        Requests that have not been prepared yet do not count if the instances have free rows for
+        them.
         """
         most = self._engine_settings.max_batch_size
         engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
@@ -180,7 +181,7 @@ class GenerativeDispatch(Dispatcher):
             del self._ongoing[key]
 
     def _close(self, request: ScheduledRequest, now_ns: int) -> None:
-        """End a request that no worker has."""
+        """End a request that no worker uses any more."""
         if request.state in AT_WORK:
             text = self._pool.failure
             self._responses.fail(request, "UNAVAILABLE", text, Reason.BACKEND, now_ns)

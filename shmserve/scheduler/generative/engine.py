@@ -36,6 +36,8 @@ from shmserve.scheduler.generative.steps import (
 from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
+# Without a target, chunks take about as long, but have at least as many tokens.
+_USUAL_ITL_MS, _USUAL_CHUNK = 50.0, 64
 
 
 @dataclass(eq=False)
@@ -58,12 +60,13 @@ class Engine(Generic[T]):
         self.pool = BlockPool(self.settings.kv_cache_blocks)
         self.host = BlockPool(self.settings.swap_blocks)
         self._live: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
-        self._beams: dict[int, Beams[T]] = {}  # by the key of their generation
+        self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
         self._begin: list[Begin] = []
         self._ended: list[int] = []
         self._steps = 0
-        # Prompts are cut at its multiples, if a step has space for one beside all decoding rows.
+        # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
+        # decoding rows.
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         prefill_tokens = min(
             prefill_tokens, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens
@@ -90,7 +93,8 @@ class Engine(Generic[T]):
 
         `resumed` has the tokens of its open samples if another instance has lost it.
         """
-        # More samples than a step has rows are sequences of their own from the beginning.
+        # A step has too few rows to fork these samples together, so each is a sequence from the
+        # beginning.
         forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
         count = 1 if forked else generation.samples
         samples = resumed or dict.fromkeys(range(count), array("i"))
@@ -129,10 +133,10 @@ class Engine(Generic[T]):
             self._end(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
-        """Free a sequence's blocks.
+        """Remove a sequence and free its blocks.
 
-        The running step may still write to them, so they are reused no earlier than in the next
-        step.
+        The running step may still write to the blocks, so they are reused no earlier than in the
+        next step.
         """
         if self._live.pop(sequence.number, None) is None:
             return
@@ -171,7 +175,7 @@ class Engine(Generic[T]):
     def plan(self, now_ns: int) -> Step | None:
         """Return the next step, or None if nothing can run. No step may be running."""
         plan = StepPlan(self._steps + 1, self.settings)
-        # Made once a step, so that the order is stable while the step is planned.
+        # The order is made once per step, so that it stays the same while the step is planned.
         rank = ranking(self.settings, now_ns)
         inside, outside = [], []
         for sequence in self._live.values():
@@ -197,13 +201,13 @@ class Engine(Generic[T]):
         return self._ready(plan)
 
     def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
-        """Add rows for sequences that have blocks.
+        """Add rows to the plan for sequences that have blocks.
 
         Preempt the last of the sequences `inside` if blocks are short.
         """
         for sequence in sequences:
             if sequence.status is not SequenceStatus.RUNNING or sequence.held:
-                continue  # preempted, or waiting for other beams
+                continue  # the sequence was preempted, or waits for other beams
             count, drafts = self._share_of(plan, sequence)
             while count and not self._reserve(plan, sequence, count + drafts):
                 if drafts:
@@ -227,9 +231,10 @@ class Engine(Generic[T]):
         missing -= forks > 0
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
-            target = self.settings.target_itl_ms
-            if target and plan.load.decoded:  # their latency target limits the chunk
-                limit = min(limit, self.times.chunk(plan.load, sequence.computed, target))
+            if plan.load.decoded:  # the latency of decoding sequences limits it
+                target = self.settings.target_itl_ms
+                chunk = self.times.chunk(plan.load, sequence.computed, target or _USUAL_ITL_MS)
+                limit = min(limit, chunk if target else max(chunk, _USUAL_CHUNK))
             if limit < missing:
                 limit -= limit % self._grain
             return max(min(missing, limit), 0), 0
@@ -310,13 +315,13 @@ class Engine(Generic[T]):
         if mode == "recompute" or not sequence.computed or blocks > self.host.available:
             return False
         if sequence.held:
-            return False  # its successor beams share its blocks in the pool
+            return False  # the blocks of a parent beam are shared with its successor beams
         return mode == "swap" or self.times.swap_pays(blocks, sequence.computed)
 
     # --- admission
 
     def _admit(self, plan: StepPlan, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
-        """Move sequences inside, in order, until one does not fit."""
+        """Start or resume waiting sequences in order, until one does not fit."""
         seats = self._seats(inside)
         promised = sum(self._needed(each) for each in inside)
         while outside:
@@ -337,11 +342,11 @@ class Engine(Generic[T]):
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
             self._run(plan, [sequence], [sequence])
-            # This includes the samples that it has forked.
+            # `needed` includes the samples that the sequence has forked.
             promised += max(needed - (before - self.pool.available), 0)
 
     def _seats(self, taken: list[Sequence[T]]) -> int:
-        """Return the number of free rows in a step beside the running sequences of `taken`."""
+        """Return how many rows of a step are free beside the running sequences in `taken`."""
         seats = sum(each.seats for each in taken if each.status is SequenceStatus.RUNNING)
         return self.settings.max_batch_size - seats
 
@@ -361,9 +366,9 @@ class Engine(Generic[T]):
         return max(shared + sequence.seats * (most - shared) - held, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free: int) -> bool:
-        """Assign the cached blocks of its beginning to a sequence.
+        """Assign the cached blocks of its prompt's beginning to a sequence.
 
-        Return False unless the blocks that it needs besides are `free`.
+        Return False unless the further blocks that the sequence needs are `free`.
         """
         size = self.settings.block_size
         cached: list[int] = []
@@ -413,11 +418,11 @@ class Engine(Generic[T]):
         """Handle the results of the running step; raise ValueError for those of another step."""
         running = self.running
         if running is None or message.step != running.step:
-            raise ValueError("a result of another step")
+            raise ValueError("the result of another step")
         results = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running.rows.items() if row.samples}
         if results.keys() != sampled - {*message.lost}:
-            raise ValueError("results of other rows than those of the step")
+            raise ValueError("results for rows that are not in the step")
         self.running = None
         running.observe(message, self.times, self.counts)
         for number in running.rows.keys() & message.lost:
@@ -446,7 +451,7 @@ class Engine(Generic[T]):
     def _sampled(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft + 1:
-            raise ValueError("more tokens than were asked for, or none")
+            raise ValueError("no tokens, or more than requested")
         sequence.tokens.extend(tokens)
         sequence.computed += len(tokens) - 1
         self._seal(sequence)
@@ -475,7 +480,8 @@ class Engine(Generic[T]):
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
-        if parent.status is SequenceStatus.RUNNING and seated:  # else it must be computed, too
+        # Otherwise the blocks must be computed again, too.
+        if parent.status is SequenceStatus.RUNNING and seated:
             child.status = SequenceStatus.RUNNING
             child.computed, child.sealed, child.sent_blocks = (
                 parent.computed,
@@ -493,9 +499,9 @@ class Engine(Generic[T]):
     # --- beam search
 
     def _searched(self, sequence: Sequence[T], result: RowResult) -> None:
-        """Add the candidates of a beam.
+        """Add the candidate tokens of one beam to its beam search.
 
-        After the last one, replace the beams by the best candidates.
+        After the last beam's candidates, replace the beams by the best candidates.
         """
         self._seal(sequence)
         beams = self._beams[sequence.generation.key]
@@ -509,7 +515,8 @@ class Engine(Generic[T]):
             # Beams that were preempted while they waited have lost their seats.
             child = self._child(chosen.parent, 0, chosen.token, index < free)
             child.score = chosen.score
-        for parent in before:  # after all have begun, so that shared blocks stay referenced
+        # Parents are dropped after all children have begun, so that shared blocks stay referenced.
+        for parent in before:
             self.drop(parent)
         if beams.finished:
             generation = sequence.generation

@@ -51,7 +51,8 @@ class BlockPool:
         self._free = count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
+        # Cached blocks without references, least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -90,7 +91,7 @@ class BlockPool:
         return found
 
     def _apart(self, count: int) -> Iterator[int]:
-        """Take free blocks from as few extents as possible."""
+        """Yield `count` free blocks, taken from as few extents as possible."""
         while self._cached and max(self._lengths.values(), default=0) < count:
             if self._free >= 4 * count:
                 break
@@ -186,9 +187,9 @@ T = TypeVar("T")
 class SequenceStatus(StrEnum):
     """The status of a sequence, which determines where its keys and values are."""
 
-    WAITING = "waiting"  # nowhere
+    WAITING = "waiting"  # its keys and values are nowhere
     RUNNING = "running"
-    SWAPPED = "swapped"  # in blocks of the host
+    SWAPPED = "swapped"  # its keys and values are in blocks of the host
     ENDED = "over"
 
 
@@ -216,7 +217,7 @@ class Generation(Generic[T]):
 
     @property
     def rows(self) -> int:
-        """Return the maximum number of its sequences at a time."""
+        """Return the maximum number of sequences of this generation at a time."""
         return self.beams.width if self.beams is not None else self.samples
 
     @property
@@ -255,14 +256,14 @@ class Sequence(Generic[T]):
     forks: int = 0
     held: bool = False
     stopped: bool = False
-    sampled_ns: int = 0  # the time of its last token
+    sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
     sealed: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
     def seats(self) -> int:
-        """Return the number of sequences that it is, or is about to become."""
+        """Return the number of rows that the sequence and its coming samples take."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated else 1 + self.forks
 
@@ -273,7 +274,7 @@ class Sequence(Generic[T]):
 
     @property
     def generated(self) -> int:
-        """Return the number of tokens after the prompt."""
+        """Return the number of tokens that were generated after the prompt."""
         return len(self.tokens) - len(self.generation.prompt)
 
     @property
@@ -310,7 +311,7 @@ class Sequence(Generic[T]):
             self.sealed = full
 
     def lost(self) -> None:
-        """Reset the sequence: its keys and values are lost."""
+        """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
         self.status = SequenceStatus.WAITING
         self.computed = self.sent_blocks = self.sealed = 0
         self.table = []
@@ -366,7 +367,7 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], float], float]] = {
 
 
 class Chosen(NamedTuple, Generic[T]):
-    """A beam of the next step: a beam of this step extended by a token."""
+    """A beam of the next step: the parent beam of this step and the token that extends it."""
 
     parent: Sequence[T]
     token: int
@@ -374,7 +375,7 @@ class Chosen(NamedTuple, Generic[T]):
 
 
 class Found(NamedTuple):
-    """A hypothesis: its tokens after the prompt, why it ended, and its score with the penalty."""
+    """A finished hypothesis: its tokens after the prompt, its finish reason and its score."""
 
     tokens: list[int]
     finish_reason: str

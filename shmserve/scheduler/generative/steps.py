@@ -27,7 +27,7 @@ _SURE = tuple(spread**-2 for spread in _SPREAD)
 _KEYS = 1e5  # the unit of `pairs` in the estimate of durations
 CHUNK = 16  # prompts are cut at its multiples, so that equal rows are computed alike
 _EWMA = 0.1
-_OUTLIER = 4  # times the expected duration, at which observations are capped
+_OUTLIER = 4  # observed durations are capped at this multiple of the expected duration
 PROBE_STEPS = 50
 _GUESSED = 2  # observed tokens that the first guess of the acceptance counts as
 _GAIN = 1.15  # the least expected speedup of drafts: estimates are some percent off
@@ -42,7 +42,7 @@ class StepWork(NamedTuple):
 
     @property
     def terms(self) -> tuple[float, float, float, float]:
-        """Return the terms of the model."""
+        """Return the work as the four terms of the linear model of durations."""
         return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _KEYS)
 
 
@@ -85,7 +85,7 @@ class StepTimes:
     """The model of the duration of a step and of a block copy, in ms."""
 
     _weights: list[float] = field(default_factory=partial(list, _FIRST))
-    # The normal equations of the observed steps.
+    # The normal equations of the least squares fit to the observed steps.
     _matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
     _moments: list[float] = field(default_factory=lambda: [0.0] * 4)
     copy_ms: float = 0.05  # duration of copying a block
@@ -233,7 +233,7 @@ class Running(NamedTuple):
 
 
 class StepPlan:
-    """A step while it is planned: the rest of its budgets, and its rows so far."""
+    """A step while it is planned: its remaining budgets, and its rows so far."""
 
     def __init__(self, number: int, settings: EngineSettings) -> None:
         self.step = Step(number, [])
@@ -241,7 +241,7 @@ class StepPlan:
         self.prompt_tokens = settings.max_prefill_tokens
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
         self.load = StepWork()
-        self.decoding = 1  # sequences
+        self.decoding = 1  # the number of decoding sequences
         self.drafts = 0
         self.preempted = False
 

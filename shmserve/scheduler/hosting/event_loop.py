@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
-from shmserve.scheduler.requests.request import NEVER
 
 # A sleeping thread runs again some time after its timer; up to this much of it is anticipated.
 _MOST_LATE_NS = 60_000
@@ -23,11 +22,11 @@ _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
 Ready = list[tuple[int, int]]
-Handler = Callable[[Any, Any], None]  # arguments: the sender's address, its message
+Handler = Callable[[Any, Any], None]  # the arguments are the sender's address and its message
 
 
 class Waiter:
-    """A wait for readable descriptors: asleep, or awake where busy polling pays.
+    """A wait for readable descriptors: asleep in the kernel, or awake if busy polling pays.
 
     `takers` are the handlers by descriptor.
     """
@@ -55,12 +54,20 @@ class Waiter:
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.
         """
-        began_ns = time.monotonic_ns()
+        began_ns = now_ns = time.monotonic_ns()
         ready: Ready = []
-        if self._busy_poll.worth(requests):
+        if self._busy_poll.pays[requests > 0]:
             ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
+            now_ns = time.monotonic_ns()
         if not ready:
-            ready = self._epoll.poll() if wake_ns == NEVER else self._sleep(wake_ns)
+            left_ns = wake_ns - now_ns
+            if left_ns < _NEAR_NS:
+                ready = self._wait_until(wake_ns)
+            else:
+                if left_ns > _LONGEST_WAIT_NS:
+                    left_ns = _LONGEST_WAIT_NS
+                # The timeout is rounded down; the caller then waits for the rest.
+                ready = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         if len(ready) > 1:
             order = list(self.takers)
@@ -74,14 +81,6 @@ class Waiter:
                 return ready
             os.sched_yield()
         return []
-
-    def _sleep(self, wake_ns: int) -> Ready:
-        left_ns = wake_ns - time.monotonic_ns()
-        if left_ns < _NEAR_NS:
-            return self._wait_until(wake_ns)
-        # Rather early than late: the caller then waits for the rest.
-        timeout_ms = min(left_ns, _LONGEST_WAIT_NS) // _NS_PER_MS - 1
-        return self._epoll.poll(timeout_ms / 1000)
 
     def _wait_until(self, wake_ns: int) -> Ready:
         aim_ns = wake_ns - self._late_ns
@@ -107,7 +106,7 @@ class InProcessLinks:
         self.posted: list[tuple[Handler, Any, Any]] = []
 
     def enter(self, address: Hashable, handler: Handler) -> None:
-        """Register the handler of an address."""
+        """Register the message handler of an address."""
         self._handlers[address] = handler
 
     def remove(self, address: Hashable) -> None:

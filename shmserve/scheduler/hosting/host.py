@@ -87,8 +87,9 @@ from shmserve.scheduler.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_PARTING_S = 0.3  # for the delivery of the last responses
-_MOST_READS = 1024  # before a drain, because a client may never stop sending
+_PARTING_S = 0.3  # time for the delivery of the last responses
+# Maximum number of frames read before a drain, because a client may never stop sending.
+_MOST_READS = 1024
 
 
 # The links whose `pending` messages are sent by `flush` at the end of a turn.
@@ -144,9 +145,9 @@ class HostedScheduler(ABC):
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
-        self._core, peers, self._outboxes = self._parts()
-        self._front: Front[Any] = Front(
-            self._core,
+        self.core, peers, self.outboxes = self._parts()
+        self.front: Front[Any] = Front(
+            self.core,
             self,
             self._control,
             time.time_ns,
@@ -154,7 +155,7 @@ class HostedScheduler(ABC):
             self._cache,
         )
         if start.snapshot:
-            self._front.restore(start.snapshot, start.alive)
+            self.front.restore(start.snapshot, start.alive)
         # The supervisor first: it reports exits and announces instances.
         self._inboxes: dict[int, Take] = {
             self._control.fd: self._from_control,
@@ -170,13 +171,13 @@ class HostedScheduler(ABC):
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """Create the parts of this kind."""
+        """Create the core, inboxes and outboxes of this kind of scheduler."""
 
     # --- in
 
     def _from_control(self) -> None:
         self._touched[self] = None
-        front, now_ns = self._front, time.monotonic_ns()
+        front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
                 self._catch_up()
@@ -203,7 +204,7 @@ class HostedScheduler(ABC):
 
     def _from_clients(self) -> None:
         self._touched[self] = None
-        front, now_ns = self._front, time.monotonic_ns()
+        front, now_ns = self.front, time.monotonic_ns()
         for peer, message in self._routed.receive():
             if type(message) in _FROM_CLIENT:
                 front.from_client(peer, message, now_ns)
@@ -212,11 +213,11 @@ class HostedScheduler(ABC):
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
         self._touched[self] = None
-        self._front.from_client(peer, message, time.monotonic_ns())
+        self.front.from_client(peer, message, time.monotonic_ns())
 
     def _from_local_clients(self) -> None:
         self._touched[self] = None
-        front, now_ns = self._front, time.monotonic_ns()
+        front, now_ns = self.front, time.monotonic_ns()
         local_clients = self._local_clients
         for peer, message in local_clients.link.receive():
             if type(message) not in _FROM_LOCAL_CLIENT:
@@ -257,29 +258,16 @@ class HostedScheduler(ABC):
     def _log_failure(self, peer: bytes, message: Failed | Responded) -> None:
         """Log a failure of the server or the model as gateways do for their clients."""
         if from_code(message.code, message.message).server_fault:
-            extra = self._front.ids_of(peer, message.id)
+            extra = self.front.ids_of(peer, message.id)
             args = self._settings.name, message.message
             logger.error("inference of model '%s' failed: %s", *args, extra=extra)
 
-    # --- turns
-
-    def tick(self, now_ns: int) -> None:
-        """Do what is due."""
-        self.wake_ns = self._front.tick(now_ns)
-        self.live = self._core.live
-
-    def flush(self) -> None:
-        """Send the queued messages."""
-        for outbox in self._outboxes:
-            if outbox.pending:
-                outbox.flush()
-
     def close(self) -> None:
-        """Close every link, after a moment for the last messages."""
+        """Close every link; its last messages have a moment to be delivered."""
         self._neighbours.remove(self.endpoint)
         for fd in self._inboxes:
             self._waiter.unwatch(fd)
-        for outbox in self._outboxes:
+        for outbox in self.outboxes:
             outbox.close(_PARTING_S)
         self._lent.close()
 
@@ -302,11 +290,11 @@ class BatchingScheduler(HostedScheduler):
             now_ns = time.monotonic_ns()
             for peer, message in workers.receive():
                 if type(message) is MetricsReported:
-                    self._front.metrics_reported(peer, message)
+                    self.front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
                     core.results.handle(peer, message, now_ns)
                 else:
-                    self._front.count_unexpected()
+                    self.front.count_unexpected()
 
         outboxes = (self._control, workers, self._routed, self._local_clients.link)
         return Parts(core, {workers.fd: from_workers}, outboxes)
@@ -329,7 +317,7 @@ class EnsembleScheduler(HostedScheduler):
             if type(message) in _FROM_STEP:
                 core.from_step(endpoint, message, time.monotonic_ns())
             else:
-                self._front.count_unexpected()
+                self.front.count_unexpected()
 
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
@@ -388,7 +376,8 @@ class Host:
         self._waiter = Waiter()
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
-        self._touched: dict[HostedScheduler, None] = {}  # in the order of their next turns
+        # Schedulers with received messages, in the order of their next turns.
+        self._touched: dict[HostedScheduler, None] = {}
         self._stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
@@ -414,15 +403,15 @@ class Host:
             self._control.close()
 
     def _turn(self, wake_ns: int) -> None:
-        """Do what is due and send the resulting messages.
+        """Run the turns that are due and send the resulting messages.
 
-        A scheduler asked for a turn at `wake_ns`.
+        `wake_ns` is the earliest turn that a scheduler has asked for (monotonic ns).
         """
         touched, neighbours = self._touched, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
-        turned: list[HostedScheduler] = []  # may repeat
+        turned: list[HostedScheduler] = []  # a scheduler may occur twice
         while touched or neighbours.posted:
             if neighbours.posted:  # first, so that an ensemble has its turn with its step
                 neighbours.deliver()
@@ -431,13 +420,16 @@ class Host:
             touched.clear()
             turned += schedulers
             for scheduler in schedulers:
-                scheduler.tick(now_ns)
+                scheduler.wake_ns = scheduler.front.tick(now_ns)
+                scheduler.live = scheduler.core.live
             if touched:
                 now_ns = time.monotonic_ns()
         # All together, because a receiver that wakes up may occupy this core before the other
         # flushes.
         for scheduler in turned:
-            scheduler.flush()
+            for outbox in scheduler.outboxes:
+                if outbox.pending:
+                    outbox.flush()
         for scheduler in turned:
             if scheduler.stopped and scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)

@@ -163,7 +163,8 @@ class LocalClientRules:
         """
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
-        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)  # the end is an integer in messages
+        # The end of a timeout must fit an integer of the message format.
+        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)
         ends = [arrived_ns + us * 1000 for us in (timeout_us, self._limit_us) if us > 0]
         if submit.deadline_ns > 0:
             ends.append(submit.deadline_ns)
@@ -201,7 +202,7 @@ class LocalClientRules:
         return _LocalSchema(schema, fits=True)
 
     def _checked_place(self, number: int, given: Any) -> Range:
-        """Return a place in memory that the client has shared."""
+        """Return the memory range of a tensor if it is in memory that the client has shared."""
         try:
             memory_range = unpack_range(given)
         except (TypeError, ValueError) as error:
@@ -273,7 +274,7 @@ class LocalTraces:
         found = self.open.pop((peer, message.id), None)
         if found is not None:
             error = "" if type(message) is Finished or not message.code else message.message
-            self._report_trace(*found, b"" if type(message) is Failed else message.spans, error)
+            self._report_trace(*found, message.spans, error)
 
     def _report_trace(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()

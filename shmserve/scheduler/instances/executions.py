@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 _MOST_EARLY = 4096
 _NS_PER_S = 1_000_000_000
 _FIRST_GUESS_NS = 10_000_000
-_MARGIN_NS = 1_000_000  # for timers and the latency of messages
+_MARGIN_NS = 1_000_000  # allowance for timers and the latency of messages
 _LONGEST_RETRY_S = 60
 _AHEAD_NS = 500_000  # maximum duration of the computation queued at a worker
 _DEEPEST = 4
 _SOON_NS = 20_000_000
-_KNOWN = 16  # observations before the average is used
+_KNOWN = 16  # number of observations before the average is used
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class Executions:
     _statistics: Statistics
     service_time: ServiceTime = field(default_factory=ServiceTime)
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    # Releases for announced instances that are not ready yet, by their pid.
+    # Releases for announced instances that are not ready yet, by the instance's pid.
     _early: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
     # The last releases for processes that are not announced, and perhaps never will be.
     _unknown: deque[tuple[int, ReleaseOutputs]] = field(
@@ -127,7 +127,15 @@ class Executions:
         required: Slot | None = None,
         rows: Sequence[SequenceRow] = (),
     ) -> None:
-        """Send a batch to the longest free instance, or to `required`, which may be busy."""
+        """Send a batch to the instance that has been free longest, or to `required`.
+
+        Args:
+            requests: The requests of the batch.
+            reason: The reason why the batch takes no further request.
+            now_ns: The time.
+            required: The instance to use, which may be busy.
+            rows: The sequence of each row, if the model is stateful.
+        """
         if self._settings.padding is not None:
             padded = self._settings.padding.batch()
             for request in requests:
@@ -171,7 +179,10 @@ class Executions:
             self._workers.post(request.worker.peer, CancelExecution(request.key, listening))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
-        """Credit a request's worker with the responses read, at most as many as were sent."""
+        """Send a request's worker credit for the responses that the client has read.
+
+        The credit is at most the number of responses sent.
+        """
         read = min(responses, request.responses - request.credited)
         if read > 0 and request.worker is not None:
             request.credited += read
@@ -183,10 +194,11 @@ class Executions:
         if slot is not None:
             read = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, read)
-        elif message.pid in self._pool.awaited():  # a predecessor's worker, not attached yet
+        # A predecessor scheduler's worker, which has not connected yet.
+        elif message.pid in self._pool.awaited():
             early = self._early.setdefault(message.pid, [])
             early += _each(client_pid, message)[: _MOST_EARLY - len(early)]
-        else:  # it may be announced later: clients may learn of a successor before that
+        else:  # the process may be announced later: clients may learn of a successor first
             self._unknown += [(message.pid, read) for read in _each(client_pid, message)]
 
     def process_exited(self, pid: int) -> None:
@@ -195,7 +207,8 @@ class Executions:
         self._take_unknown(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
-        for awaited in self._pool.awaited():  # perhaps a predecessor's, not notified
+        # These workers of a predecessor may not have been notified.
+        for awaited in self._pool.awaited():
             self._early.setdefault(awaited, []).append(ReaderExited(pid))
 
     # --- instances that become ready --------------------------------------------------------------
@@ -220,7 +233,7 @@ class Executions:
         return taken
 
     def _send_early(self, slot: Slot | None) -> None:
-        """Send an instance that became ready, if any, the releases that are kept for it."""
+        """Send an instance that became ready the releases that were kept for it."""
         if slot is not None:
             for news in self._early.pop(slot.pid, ()):
                 self._workers.post(slot.peer, news)
@@ -233,23 +246,25 @@ def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
 
 
 def works_of(requests: Iterable[ScheduledRequest]) -> list[Work]:
-    """Return requests as messages to their worker."""
-    return [
-        Work(
-            request.key,
-            request.client.pid,
-            submit.schema,
-            submit.data,
-            submit.request_id,
-            submit.flags,
-            submit.correlation_id,
-            submit.correlation_text,
-            submit.timeout_us,
-            submit.priority,
-            request.deadline_ns,
-            submit.trace,
-            submit.callers,
-        )
-        for request in requests
-        for submit in (request.submit,)
-    ]
+    """Return the requests in the form of messages to their worker."""
+    works: list[Work] = []
+    for request in requests:
+        submit = request.submit
+        works += [
+            Work(
+                request.key,
+                request.client.pid,
+                submit.schema,
+                submit.data,
+                submit.request_id,
+                submit.flags,
+                submit.correlation_id,
+                submit.correlation_text,
+                submit.timeout_us,
+                submit.priority,
+                request.deadline_ns,
+                submit.trace,
+                submit.callers,
+            )
+        ]
+    return works

@@ -72,16 +72,17 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """A batch at a worker.
+    """A batch that was sent to a worker.
 
-    `started_ns` is when the batch became the first of its worker. The worker may have started
-    earlier, though not before `sent_ns`: it continues at once, and its result for the previous
-    batch takes time to arrive. `rows` is the total batch size, once an instance is assigned.
+    `started_ns` is when the batch became the first in its worker's queue. The worker may have
+    started earlier, though not before `sent_ns`: it continues at once, and its result for the
+    previous batch takes time to arrive. `rows` is the total batch size, once an instance is
+    assigned.
     """
 
     id: int
     requests: list[ScheduledRequest]
-    reason: Closed | None  # None: a step of a generative model
+    reason: Closed | None  # why the batch closed; None: a step of a generative model
     sent_ns: int
     started_ns: int
     rows: int = 0
@@ -89,17 +90,18 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An instance by its index; `peer` and `pid` are those of its worker, if there is one.
+    """An instance of the model by its index.
 
-    `requests` are those of its executions and the open ones.
+    `peer` and `pid` are the address and process of its worker, if there is one. `requests` are
+    those of its executions and its open requests.
     """
 
     index: int
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    awaited: int = 0  # the announced process
-    offer: Worker | None = None  # the last offer, until it is accepted
+    awaited: int = 0  # the pid of the announced process
+    offer: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
     served: bool = False  # its process has completed an execution
@@ -138,8 +140,8 @@ class InstanceTickets:
 
     An instance executes only with a ticket. A ticket is requested once a batch could run, so that
     no resources are reserved while requests are still awaited. Unused tickets are returned at the
-    end of the dispatch. Used ones are returned at the end of the turn: an instance that goes on has
-    requested its next ticket by then, and keeps its turn among other instances.
+    end of the dispatch. Used tickets are returned at the end of the turn. An instance with more
+    work has requested its next ticket by then, and keeps its turn among other instances.
     """
 
     def __init__(self, control: ControlLink) -> None:
@@ -214,7 +216,8 @@ class Pool:
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
-    _offers: dict[int, Worker] = field(default_factory=dict)  # of unannounced processes
+    # Registrations of unannounced processes by pid.
+    _offers: dict[int, Worker] = field(default_factory=dict)
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
     _given_up: str = ""  # the reason of the last `instance_failed`
@@ -241,7 +244,11 @@ class Pool:
         return self._take_offer(slot)
 
     def offer(self, index: int, peer: bytes, pid: int) -> Slot | None:
-        """Record that a worker is ready; return the instance if the worker was announced before."""
+        """Record that a worker is ready.
+
+        Returns:
+            The slot of its instance, or None if the worker was not announced yet.
+        """
         slot = self._slots.get(index)
         if slot is None:
             self._offers[index] = Worker(peer, pid)
@@ -343,13 +350,23 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, credit: int) -> Slot | None:
-        """Return the least busy instance with less than `credit` batches."""
+    def least_busy(self, credit: int, ends_soon: bool = False) -> Slot | None:
+        """Return the least busy instance with less than `credit` batches.
+
+        If its batches end soon, an only instance has a credit of two at least.
+        """
         found: Slot | None = None
+        if credit == 1 and ends_soon and len(self._by_peer) == 1:
+            credit = 2  # no other instance could run a batch that is sent ahead
         if credit > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
-                if batches < credit and slot.state is SlotState.BUSY and self._may_take(slot):
+                if (
+                    batches < credit
+                    and slot.state is SlotState.BUSY
+                    and not slot.retiring
+                    and (not self._most_open or len(slot.requests) < self._most_open)
+                ):
                     found, credit = slot, batches
         return found
 
@@ -382,7 +399,7 @@ class Pool:
         return slot
 
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
-        """Register an open request with an instance, without an execution."""
+        """Register a request with an instance without an execution."""
         slot.requests[request.key] = request
         request.worker = slot.worker
         request.responded_ns = now_ns
@@ -403,19 +420,18 @@ class Pool:
 
     def ended(self, slot: Slot) -> None:
         """Update `free` after an execution or an open request of an instance has ended."""
-        if slot.state is SlotState.IDLE and self._may_take(slot) and slot not in self.free:
+        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free:
+            return
+        if not self._most_open or len(slot.requests) < self._most_open:
             self.free.append(slot)
-
-    def _may_take(self, slot: Slot) -> bool:
-        return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
 
     def are_held(
         self, callers: Container[tuple[int, int]], slots: Iterable[Slot] = (), some: bool = False
     ) -> bool:
-        """Check whether instances execute callers, which wait for a request in the queue.
+        """Check whether all instances are occupied by executions that wait for a queued request.
 
         Args:
-            callers: The process of each caller, and the key of one of its requests.
+            callers: The process of each model that waits, and the key of one of its requests.
             slots: The instances that the request may run on; empty: all of them.
             some: Whether one such instance is sufficient.
         """
@@ -436,7 +452,7 @@ class Pool:
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
     def awaited(self) -> list[int]:
-        """Return the announced processes that have not offered themselves yet."""
+        """Return the pids of announced processes that have not registered yet."""
         slots = self._slots.values()
         return [slot.awaited for slot in slots if slot.awaited not in (0, slot.pid)]
 
@@ -465,7 +481,7 @@ class Pool:
 
     @property
     def executing(self) -> int:
-        """Return the number of requests at instances."""
+        """Return the number of requests that instances have."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def counts(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ class Results:
         message: InstanceReady | BatchFinished | ExecutionResponded | GenerationNews,
         now_ns: int,
     ) -> None:
-        """Handle a worker's message; a message that makes no sense is counted and dropped."""
+        """Handle a worker's message; an unexpected message is counted and dropped."""
         match message:
             case ExecutionResponded():
                 self._responded(peer, message, now_ns)
@@ -121,7 +121,8 @@ class Results:
         if replies is None:
             self.unexpected += 1
             logger.error(
-                "an instance returned replies that do not match its batch, whose requests fail"
+                "an instance returned replies that do not match its batch; the requests of the "
+                "batch fail"
             )
             replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
         for reply in replies:
@@ -138,11 +139,11 @@ class Results:
                 self._responses.close(request, now_ns)
 
     def _reschedule(self, request: ScheduledRequest) -> bool:
-        """Queue a request again at its model's request, unless its client stopped waiting."""
+        """Requeue a request that its model has rescheduled, unless its client stopped waiting."""
         return request.state in AT_WORK and self._dispatcher.again(request)
 
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
-        """Learn from an execution whose requests are about to end."""
+        """Update the estimates from an execution whose requests are about to end."""
         count = len(execution.requests)
         self._statistics.executed(execution.reason, execution.rows, timing, now_ns)
         busy_ns = timing.input_ns + timing.infer_ns + timing.output_ns
@@ -183,7 +184,7 @@ class Results:
         for request in execution.requests:
             if request.state is State.EXECUTING:
                 request.meet(Event.RESPOND)
-        if slot.execution is not None:  # this execution waited for the returned one
+        if slot.execution is not None:  # the next execution waited for the returned one
             for request in slot.execution.requests:
                 request.responded_ns = now_ns
 
@@ -269,7 +270,7 @@ class Results:
             self._lost(request, text, now_ns)
 
     def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
-        """Fail a request that its worker lost, or close it if it was ended before."""
+        """Fail a request whose worker died, or close it if it has ended before."""
         if request.state in AT_WORK:
             self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
         elif request.state is not State.DONE:
@@ -291,7 +292,7 @@ class Results:
             self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
 
     def _distrust(self, slot: Slot, now_ns: int) -> None:
-        """Kill a worker that returned what it was not given: its state is unknown."""
+        """Kill a worker that returned a batch that it was not given: its state is unknown."""
         if slot.state is SlotState.BUSY:
             self._doom(slot, "it returned a batch that was not sent to it")
             for request in slot.requests.values():
@@ -307,7 +308,7 @@ class Results:
 
 
 def _so_far(execution: Execution | None, now_ns: int) -> Timing:
-    """Return the times of an execution that has not returned; all of it counts as inference."""
+    """Return the phases of an unfinished execution: all the time since its start is inference."""
     if execution is None:
         return Timing(now_ns, 0, 0, 0)
     began_ns = execution.started_ns

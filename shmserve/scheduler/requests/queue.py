@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 
 class Timers(Generic[R]):
-    """Deadlines of requests (monotonic ns), any number for each request.
+    """A heap of request deadlines (monotonic ns), any number for each request.
 
     `done` reports whether a request has ended. No timer expires before `due_ns`. The timers of a
     request that has ended stay in the heap, because finding them would cost as much as the request:
@@ -62,7 +62,7 @@ class Timers(Generic[R]):
         return len(self._heap)
 
     def add(self, until_ns: int, request: R) -> None:
-        """Start a timer of a request."""
+        """Start a timer of a request that expires at `until_ns`."""
         heap = self._heap
         if len(heap) >= self._sweep_at:
             self._sweep()
@@ -88,7 +88,7 @@ class Timers(Generic[R]):
 
 
 class _Level:
-    """The requests of one level by key, in order."""
+    """The requests of one priority level by key, in order."""
 
     __slots__ = ("delayed", "in_time")
 
@@ -105,12 +105,12 @@ class _Level:
         return iter(self.in_time.values())
 
     def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """Return the part that a request is in or belongs to."""
+        """Return the in-time part or the delayed part of the level, whichever a request is in."""
         return self.delayed if request.delayed else self.in_time
 
 
 class _Levels(dict[int, _Level]):
-    """The levels by number.
+    """The priority levels by number.
 
     A lookup of an unknown level adds it; `order` has the numbers, the highest priority first.
     """
@@ -130,7 +130,8 @@ class PriorityQueue:
 
     def __init__(self) -> None:
         self._levels = _Levels()
-        # The levels with requests, the highest priority first; an only level may be empty.
+        # The levels with requests, the highest priority first. If there is only one, it may be
+        # empty.
         self._order = self._levels.order
         self.count = 0
 
@@ -155,7 +156,7 @@ class PriorityQueue:
     def prepend(self, request: ScheduledRequest) -> None:
         """Queue a request before all others of its level.
 
-        Before the delayed ones if it is delayed.
+        A delayed request is queued before the delayed requests only.
         """
         part = self._levels[request.level].part(request)
         part[request.key] = request
@@ -163,7 +164,7 @@ class PriorityQueue:
         self.count += 1
 
     def delay(self, request: ScheduledRequest) -> None:
-        """Move a request that is in time behind all others of its level."""
+        """Move a request behind all requests of its level that are in time."""
         level = self._levels[request.level]
         level.delayed[request.key] = level.in_time.pop(request.key)
         request.delayed = True
@@ -214,8 +215,8 @@ class PriorityQueue:
 class RequestQueue:
     """The requests that wait for an instance, and the timers of all requests.
 
-    `retries` must run alone, by key; all others are `in_order`. With less than `least_bound` in
-    order, no level is full.
+    `retries`, by key, run alone; all other requests are `in_order`. With less than `least_bound`
+    requests in order, no level is full.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -288,7 +289,7 @@ class RequestQueue:
         return request
 
     def calls(self) -> list[ScheduledRequest]:
-        """Return the waiting calls of models whose executions wait for them."""
+        """Return the waiting requests that executing models have sent and wait for."""
         waiting = [each for each in self.from_models if each.state is State.QUEUED]
         self.from_models = waiting
         return waiting
@@ -303,13 +304,14 @@ class RequestQueue:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, message: Submit, now_ns: int) -> None:
-        """Raise the errors that `enqueue` raises for a cached request."""
+        """Raise the errors that `enqueue` raises for a request that is answered from the cache."""
         self._limits(message, now_ns)
 
     def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
-        """Return a request's level, policy, arrival (ns), deadline (ns) and queue timeout (us.
+        """Return the limits of a request.
 
-        0: none).
+        Returns:
+            Its level, policy, arrival (ns), deadline (ns) and queue timeout (µs; 0: none).
         """
         settings = self._settings
         level, policy = self._only_level or self._level(message.priority)
@@ -351,7 +353,8 @@ class RequestQueue:
     def retry(self, request: ScheduledRequest) -> None:
         """Requeue a request whose worker died; it runs alone and before all others."""
         request.meet(Event.RETURN)
-        request.queue_limit_ns = 0  # it has waited before
+        # A retried request has no queue limit, because it has waited before.
+        request.queue_limit_ns = 0
         self.retries[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
@@ -380,7 +383,7 @@ class RequestQueue:
                     expired.append(request)
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if request.sequence is not None and request.sequence.home is not None:
-                        request.queue_limit_ns = 0  # the limit applied to the backlog
+                        request.queue_limit_ns = 0  # the queue limit applied only to the backlog
                     elif self._settings.policies.of(request.level).delays:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
@@ -398,20 +401,26 @@ def _done(request: ScheduledRequest) -> bool:
 
 
 def earlier(deadline_ns: int, message: Submit, arrived_ns: int) -> int:
-    """Return the earlier one of a deadline (0: none) and of the end of a request's `timeout`."""
+    """Return the earlier of a deadline (0: none) and the end of a request's `timeout`."""
     ends_ns = arrived_ns + min(message.timeout_us, LONGEST_TIMEOUT_US) * _NS_PER_US
     return min(deadline_ns or ends_ns, ends_ns)
 
 
 def expired_text(message: Submit, arrived_ns: int, deadline_ns: int) -> str:
-    """Return the error text of a request whose deadline has passed, with its origin."""
+    """Return the error text of a request whose deadline has passed.
+
+    The text contains the origin of the deadline.
+    """
     origin = (message.limit or "the caller") if deadline_ns == message.deadline_ns else _TIMEOUT
     us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
     return _EXPIRED.format(us=us, where="", origin=origin)
 
 
 def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
-    """Return the error text of a request whose time in the queue has passed, with its origin."""
+    """Return the error text of a request that waited too long in the queue.
+
+    The text contains the origin of the limit.
+    """
     if 0 < request.deadline_ns < now_ns:
         return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
     us = (request.queue_limit_ns - request.enqueued_ns) // _NS_PER_US
@@ -421,5 +430,5 @@ def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
 
 
 def believable(arrived_ns: int, now_ns: int) -> int:
-    """Return a client's clock reading, or the time if the reading is impossible."""
+    """Return the arrival time that a client sent, or `now_ns` if that time is impossible."""
     return arrived_ns if 0 < arrived_ns < now_ns else now_ns

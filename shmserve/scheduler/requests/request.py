@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.transport.router import first_number
 
 NEVER = 1 << 63  # later than any time
-NOTHING: Packed = (b"", [])  # no response
+NOTHING: Packed = (b"", [])  # a response without schema and data
 DONE = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
 CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
 
@@ -50,10 +50,10 @@ class Client(Generic[R]):
     """A submitter of requests.
 
     Attributes:
-        peer: Its address.
-        pid: Its process; 0: unknown.
-        requests: Its requests by number.
-        post: Queues a message for it.
+        peer: The client's address.
+        pid: The client's process; 0: unknown.
+        requests: The client's requests by number.
+        post: Queues a message for the client.
     """
 
     __slots__ = ("peer", "pid", "post", "requests")
@@ -93,7 +93,7 @@ class Timing(NamedTuple):
             output_start = min(max(output_start, input_end), now_ns)
             end = min(max(end, output_start), now_ns)
         phases = (input_end - start, output_start - input_end, end - output_start)
-        # Without the function in Python that makes a named tuple.
+        # `tuple.__new__` avoids the slower Python-level constructor of a named tuple.
         return tuple.__new__(cls, (start, *phases, rows, closed, message.spans))
 
 
@@ -101,17 +101,17 @@ class State(StrEnum):
     """The states of a request."""
 
     QUEUED = auto()
-    EXECUTING = auto()  # if its worker is lost, it may run again
+    EXECUTING = auto()  # a worker executes it; if the worker is lost, it may run again
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
     HELD = auto()  # executed; its response waits for those of earlier requests
-    FAILED_EARLY = auto()  # a worker still has it, `Settled` is owed
-    CANCELLED = auto()  # by its client: a worker still has it, an error is owed
-    ORPHANED = auto()  # its client has exited: a worker still has it, nothing is owed
+    FAILED_EARLY = auto()  # it has ended, but a worker still has it: `Settled` must be sent
+    CANCELLED = auto()  # its client cancelled it and a worker still has it: an error must be sent
+    ORPHANED = auto()  # its client has exited and a worker still has it: nothing must be sent
     DONE = auto()
 
 
 class Event(StrEnum):
-    """An event in the life of a request."""
+    """An event that changes the state of a request."""
 
     DISPATCH = auto()
     RETURN = auto()
@@ -190,13 +190,13 @@ class Lookup(NamedTuple):
         return bool(self.response[0])
 
     def cancel(self) -> None:
-        """Release the copies of a response that will not be read."""
+        """Release the copied blocks of a response that will not be read."""
         for copy in self.copies:
             copy.release()
 
 
 class Outcome(NamedTuple):
-    """The outcome of an execution that is held until its turn.
+    """The outcome of an execution that is held until the outcomes of earlier requests were sent.
 
     `code` "" is success; without `timing`, the worker died.
     """
@@ -248,10 +248,10 @@ class ScheduledRequest:
     responses: int = 0
     responded_ns: int = 0
     credited: int = 0
-    timing: Timing | None = None  # of the execution, once it has returned
-    sequence: Any = None  # a batchers.sequences.StatefulSequence
+    timing: Timing | None = None  # the phases of the execution, once it has returned
+    sequence: Any = None  # a `batchers.sequences.StatefulSequence`
     flags: int = 0
-    untimed: bool = False  # it succeeded before its execution returned
+    untimed: bool = False  # whether the request succeeded before its execution returned
     lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:

@@ -65,7 +65,7 @@ class Responses:
     live: int = 0
 
     def enqueued(self, request: ScheduledRequest) -> None:
-        """Register a request that is owed a response."""
+        """Register a request that must receive a response."""
         request.client.requests[request.id] = request
         self.live += 1
         if self._ordered:
@@ -132,7 +132,7 @@ class Responses:
                 return
         if code or timing is None:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
-            self.fail(request, code, text, reason, now_ns)
+            self.fail(request, code, text, reason, now_ns, timing=timing)
             return
         if lookup is not None and lookup.hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
@@ -153,13 +153,13 @@ class Responses:
             request = order.popleft()
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
-                assert outcome is not None  # as in every HELD state
+                assert outcome is not None  # every HELD request has an outcome
                 self.finish(request, *outcome, now_ns)
 
     def sweep(self) -> None:
-        """Remove ended requests from the order if there are many.
+        """Remove ended requests from the list of ordered responses if there are many.
 
-        The first live request may take long.
+        They would otherwise accumulate behind a live request that takes long.
         """
         if len(self._order) > 2 * self.live + _STALE_PLACES:
             self._order = deque([r for r in self._order if r.state in _IN_ORDER])
@@ -176,17 +176,19 @@ class Responses:
         reason: Reason,
         now_ns: int,
         early: bool = False,
+        timing: Timing | None = None,
     ) -> None:
         """End a request with an error now. `early`: a worker still has it, and `close` follows."""
         self._statistics.failed(request.arrived_ns, reason, now_ns)
         request.meet(Event.FAIL_EARLY if early else Event.FINISH)
-        request.client.post(Failed(request.id, code, message, 0, early))
+        spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
+        request.client.post(Failed(request.id, code, message, 0, early, spans))
         if not early:
             self._drop_held(request)
             self._remove(request)
 
     def close(self, request: ScheduledRequest, now_ns: int) -> None:
-        """End a request that no worker has any more and whose result is not used."""
+        """End a request whose result is not used, after its worker has returned it."""
         match request.state:
             case State.CANCELLED:
                 self.fail(request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns)
@@ -208,7 +210,7 @@ class Responses:
             self._remove(request)
 
     def drop_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
-        """Release outputs of a request's worker that no client will read."""
+        """Release the outputs in a worker's memory that no client will read."""
         worker = request.worker
         for release in unread(data):
             if worker is not None and release.pid == worker.pid:

@@ -58,18 +58,18 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
         problem = objection(path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0)
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if parent != path and not os.access(parent, os.W_OK | os.X_OK):
-        problem = f"'{path}' cannot be made: this user may not write to '{parent}'"
+        problem = f"'{path}' cannot be created: this user may not write to '{parent}'"
     return RunDirectoryFacts(path, problem, server_pid(path), filesystem_space(parent)[1])
 
 
 def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
     """Require a usable run directory; one server uses it at a time."""
     if facts.problem:
-        return wrong(facts.problem, "choose another --run-dir, or repair this one")
+        return wrong(facts.problem, "correct this folder, or choose another --run-dir")
     if facts.server_pid:
-        return ok(f"{facts.path}, where a server runs (pid {facts.server_pid})")
+        return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
     if facts.free_bytes < _LITTLE:
-        found = f"{facts.path}, where {megabytes(facts.free_bytes)} are free"
+        found = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
         return warning(found, "free space there, or choose another --run-dir")
     return ok(str(facts.path))
 
@@ -118,8 +118,10 @@ def judge_ports(ports: PortFacts) -> Verdict:
         return wrong(
             "; ".join(problems), "stop the process that listens there, or choose another port"
         )
-    user = f"of the server that runs (pid {ports.server_pid})" if ports.refused else "free"
-    return ok(f"{', '.join(ports.addresses)}: {user}" if ports.addresses else "none are wanted")
+    user = f"in use by the running server (pid {ports.server_pid})" if ports.refused else "free"
+    if not ports.addresses:
+        return ok("all listeners are disabled")
+    return ok(f"{', '.join(ports.addresses)}: {user}")
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
@@ -140,12 +142,12 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
         if open_to_all:
-            found = f"every user may write to {path}, and its models run as this user"
+            found = f"every user can write to {path}, and the code of its models runs as this user"
             return warning(found, f"chmod o-w {shlex.quote(path)}")
         if not folders:
-            return warning(f"{path} has no model in it", "a folder for each model")
+            return warning(f"{path} contains no model", "add a folder for each model")
     shown = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
-    return ok(shown or "none were named (--model-repository)")
+    return ok(shown or "no --model-repository was given")
 
 
 class PeerFacts(NamedTuple):
@@ -204,10 +206,13 @@ def _process(pid: int, run_dir: Path) -> PeerFacts:
             environment.get("CUDA_VISIBLE_DEVICES"),
         )
     except PermissionError:
-        found = f"--peer: uid {os.geteuid()} may not look at process {pid}: be root, or its user"
+        found = (
+            f"--peer: uid {os.geteuid()} may not inspect process {pid}; run this command as "
+            "root or as the user of that process"
+        )
         raise InvalidArgument(found) from None
     except (FileNotFoundError, ProcessLookupError):
-        raise InvalidArgument(f"--peer: there is no process {pid} here") from None
+        raise InvalidArgument(f"--peer: there is no process {pid}") from None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -230,51 +235,62 @@ def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verd
 
 def _shm(different: set[str]) -> Verdict:
     if "/dev/shm" not in different:
-        return ok("the server's: regions are found by their keys")
+        return ok("same as the server's: the server finds regions by their keys")
     return wrong(
-        "not the server's: regions are not found by their keys",
-        "docker run --ipc=host or --ipc=container:SERVER, one emptyDir for all of a pod; or "
-        "shmserve.client, which hands memory over without a name",
+        "different from the server's: the server cannot find regions by their keys",
+        "use docker run --ipc=host or --ipc=container:SERVER, or one emptyDir for all containers "
+        "of a pod, or shmserve.client, which shares memory without a name",
     )
 
 
 def _user(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
     if "user" in different:
-        return warning("in another user namespace: uids differ", "docker run --userns=host")
+        return warning("different user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
-        return ok(f"uid {peer.uid}, as the server")
-    found = f"uid {peer.uid}, the server is uid {server.process.uid}"
+        return ok(f"uid {peer.uid}, same as the server's")
+    found = f"uid {peer.uid}, and the server has uid {server.process.uid}"
     if server.process.uid == 0:
-        return ok(f"{found}, which may open its objects")
+        return ok(f"{found}, which can open all objects")
     if server.group in peer.groups:
-        return ok(f"{found}; it is of --shm-group, which its objects must let read and write")
-    return wrong(f"{found}, which may not open its objects", "one user for both, or --shm-group")
+        return ok(
+            f"{found}; it is in --shm-group, which must be able to read and write its objects"
+        )
+    return wrong(
+        f"{found}, which may not open its objects", "run both as one user, or set --shm-group"
+    )
 
 
 def _run_directory(server: ServerFacts, different: set[str]) -> Verdict:
     if not server.runs:
-        return ok("no server runs there; one would be started as this user")
+        return ok("no server is running; a server of this user is assumed")
     if "run directory" not in different:
-        return ok("the server's: shmserve.client finds it")
-    fix = "docker run --volume, and SHMSERVE_RUN_DIR where it has another path"
-    return warning("the server's is not there: shmserve.client does not find it", fix)
+        return ok("same as the server's: shmserve.client finds it")
+    fix = "mount it (docker run --volume), and set SHMSERVE_RUN_DIR if its path differs"
+    return warning("the server's run directory is not visible: shmserve.client cannot find it", fix)
 
 
 def _network(different: set[str]) -> Verdict:
     if "net" not in different:
-        return ok("127.0.0.1 is the server's")
-    fix = "docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
-    return warning("127.0.0.1 is another, and from elsewhere no memory is shared", fix)
+        return ok("same as the server's: 127.0.0.1 reaches it")
+    fix = "use docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
+    return warning(
+        "different network namespace: 127.0.0.1 does not reach the server, and other "
+        "addresses do not accept shared memory",
+        fix,
+    )
 
 
 def _devices(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
     if not server.devices:
         return ok("the server has no CUDA device")
     if spaces := " and ".join(sorted(different & {"ipc", "pid"})):
-        fix = "docker run --ipc=host --pid=host for both"
-        return warning(f"in another {spaces} namespace, so handles cannot be opened", fix)
+        fix = "run both with docker run --ipc=host --pid=host"
+        return warning(f"different {spaces} namespace, so CUDA handles cannot be opened", fix)
     if peer.visible != server.process.visible:
         found = f"its CUDA_VISIBLE_DEVICES is {peer.visible}, the server's {server.process.visible}"
-        fix = "the same for both, or a device's UUID with its handle, as shmserve.client sends"
+        fix = (
+            "use the same value for both, or send the device's UUID with a handle, as "
+            "shmserve.client does"
+        )
         return warning(f"{found}: cuda:0 may be another device there", fix)
-    return ok("the server's")
+    return ok("same as the server's")

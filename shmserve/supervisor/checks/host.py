@@ -20,7 +20,10 @@ from shmserve.common.host import cgroup_limit, processors
 from shmserve.config.server import ServerConfig
 from shmserve.supervisor.checks import Verdict, ok, warning, wrong
 
-_MORE_FILES = "LimitNOFILE=65536 in the unit, ulimit -Hn 65536, docker --ulimit nofile=65536"
+_MORE_FILES = (
+    "set LimitNOFILE=65536 in the unit, or run ulimit -Hn 65536, or docker run "
+    "--ulimit nofile=65536"
+)
 _FEW_TASKS = 1024
 _TASKS_OF_A_MODEL = 16  # two processes and their threads
 _SYSTEM_UIDS = range(1000)
@@ -80,11 +83,12 @@ def gather_parser(_: ServerConfig) -> bool:
 def judge_parser(in_c: bool) -> Verdict:
     """Require the C parser: most request smuggling was found in its replacement in Python."""
     if in_c:
-        return ok("aiohttp's, in C")
+        return ok("aiohttp's parser in C")
     fix = (
-        "unset AIOHTTP_NO_EXTENSIONS, or pip install --force-reinstall --only-binary :all: aiohttp"
+        "unset AIOHTTP_NO_EXTENSIONS, or run pip install --force-reinstall --only-binary :all: "
+        "aiohttp"
     )
-    return wrong("aiohttp's in Python, which is slow and has allowed request smuggling", fix)
+    return wrong("aiohttp's parser in Python, which is slow and has allowed request smuggling", fix)
 
 
 def gather_units(_: ServerConfig) -> tuple[int, str]:
@@ -112,7 +116,7 @@ def judge_units(facts: tuple[int, str]) -> Verdict:
     """Treat all output as a problem: systemd-analyze reports an unknown key by its output only."""
     count, report = facts
     if report:
-        return warning(report, "shmserve systemd install, and look at your drop-ins")
+        return warning(report, "run shmserve systemd install, and check your drop-ins")
     return ok(f"{count}, verified" if count else "none are installed")
 
 
@@ -124,12 +128,13 @@ def gather_files(config: ServerConfig) -> tuple[int, int]:
 def judge_files(facts: tuple[int, int]) -> Verdict:
     """Require enough descriptors for regions, connections and models."""
     limit, regions = facts
-    found = f"a process may have {limit}"
+    found = f"a process may open {limit} files"
     if limit < fd_limits.FEWEST:
-        return wrong(f"{found}, at least {fd_limits.FEWEST} are needed", _MORE_FILES)
+        return wrong(f"{found}, but at least {fd_limits.FEWEST} are required", _MORE_FILES)
     if (regions_limit := fd_limits.for_regions(limit)) < regions:
         return warning(
-            f"{found}: {regions_limit} regions, --shm-max-regions is {regions}", _MORE_FILES
+            f"{found}, enough for {regions_limit} regions, but --shm-max-regions is {regions}",
+            _MORE_FILES,
         )
     return ok(found)
 
@@ -144,10 +149,12 @@ def gather_tasks(_: ServerConfig) -> int:
 def judge_tasks(limit: int) -> Verdict:
     """Require enough processes and threads for models."""
     if 0 <= limit < _FEW_TASKS:
-        fix = "TasksMax= in the unit, ulimit -u, docker run --pids-limit"
-        found = f"{limit} with their threads, enough for {limit // _TASKS_OF_A_MODEL} models"
+        fix = "raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit"
+        found = (
+            f"at most {limit} processes and threads, enough for {limit // _TASKS_OF_A_MODEL} models"
+        )
         return warning(found, fix)
-    return ok("any number" if limit < 0 else f"{limit} with their threads")
+    return ok("no limit" if limit < 0 else f"at most {limit} processes and threads")
 
 
 def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
@@ -159,8 +166,14 @@ def judge_processors(facts: tuple[int, float | None]) -> Verdict:
     """Warn about a quota: workers compute with one thread for each processor regardless of it."""
     count, quota = facts
     if quota is not None and quota <= count - 1:
-        fix = "AllowedCPUs=, docker run --cpuset-cpus or taskset in the place of the quota"
-        found = f"{count}, and a quota of {quota:g} (cpu.max), at which threads of all are stopped"
+        fix = (
+            "assign CPUs instead of a quota: AllowedCPUs= in the unit, docker run "
+            "--cpuset-cpus, or taskset"
+        )
+        found = (
+            f"{count} CPUs and a quota of {quota:g} (cpu.max), which pauses all threads when "
+            "it is used up"
+        )
         return warning(found, fix)
     return ok(str(count))
 
@@ -173,8 +186,8 @@ def gather_tracing(_: ServerConfig) -> int:
 
 def judge_tracing(scope: int) -> Verdict:
     """Report which processes may attach a debugger; the server needs none."""
-    users = {0: "any process of the same user", 1: "root, or a parent", 2: "root"}
-    return ok(f"for {users.get(scope, 'nobody')} (kernel.yama.ptrace_scope={scope})")
+    users = {0: "any process of the same user", 1: "root and parent processes", 2: "root"}
+    return ok(f"allowed for {users.get(scope, 'no process')} (kernel.yama.ptrace_scope={scope})")
 
 
 def gather_user(_: ServerConfig) -> tuple[int, bool]:
@@ -198,11 +211,11 @@ def judge_user(facts: tuple[int, bool]) -> Verdict:
     """Warn if shared memory is deleted while it is in use; that of system users is kept."""
     uid, removed = facts
     if uid in _DYNAMIC_UIDS:
-        found = f"uid {uid}, a dynamic one: its shared memory is removed when its unit stops"
-        return warning(found, "User= with a system user (shmserve systemd install makes one)")
+        found = f"uid {uid} is a dynamic user: its shared memory is removed when its unit stops"
+        return warning(found, "set User= to a system user (shmserve systemd install creates one)")
     if uid not in _SYSTEM_UIDS and removed:
-        found = f"uid {uid}, whose objects in /dev/shm logind deletes when its last session ends"
-        fix = "RemoveIPC=no in /etc/systemd/logind.conf, or loginctl enable-linger"
+        found = f"logind deletes the objects of uid {uid} in /dev/shm when its last session ends"
+        fix = "set RemoveIPC=no in /etc/systemd/logind.conf, or run loginctl enable-linger"
         return warning(found, fix)
     return ok(f"uid {uid}")
 
@@ -218,9 +231,10 @@ def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a fast clock, which is read about ten times for each request."""
     clock_time, installed, source = facts
     if clock_time < installed - _DAY_S:
-        found = "before the day when shmserve was installed: certificates are not valid yet"
+        found = "the time is before the installation of shmserve: certificates may not be valid yet"
         return warning(found, "timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):
-        found = f"read from {source}, which takes microseconds each time"
-        return warning(found, "clocksource=tsc on the kernel's command line, where that is stable")
-    return ok(source or "as the kernel has it")
+        found = f"{source}, which takes microseconds for each reading"
+        fix = "set clocksource=tsc on the kernel's command line if that clock is stable"
+        return warning(found, fix)
+    return ok(source or "the kernel names no clock source")

@@ -28,7 +28,9 @@ _SHM = Path("/dev/shm")
 _LITTLE = 64 * 2**20  # Docker's default for all of it
 _WORTH_TELLING = 2**20
 _MOUNT = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
-_LARGER = "mount -o remount,size=2G /dev/shm, docker run --shm-size=2g or --ipc=host, an emptyDir"
+_LARGER = (
+    "mount -o remount,size=2G /dev/shm, or docker run --shm-size=2g or --ipc=host, or an emptyDir"
+)
 _DRIVER = Path("/proc/driver/nvidia")
 _PROBE = [sys.executable, "-m", "shmserve.supervisor.checks.memory"]
 _PATIENCE_S = 60
@@ -73,17 +75,17 @@ def filesystem_space(folder: Path) -> tuple[int, int]:
 def judge_shm(shm: ShmFolder) -> Verdict:
     """Require a writable tmpfs with space for clients' regions."""
     if not shm.is_used:
-        return ok("clients share none (--allow-client-shm=false)")
+        return ok("not used, because of --allow-client-shm=false")
     if shm.filesystem != "tmpfs":
-        found = f"is on {shm.filesystem}, a disk" if shm.filesystem else "there is none"
+        found = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
         return wrong(found, _MOUNT)
     if not shm.writable:
-        return wrong("no object can be made there", f"chmod 1777 /dev/shm, or {_MOUNT}")
+        return wrong("this user cannot create an object in it", f"chmod 1777 /dev/shm, or {_MOUNT}")
     found = f"{megabytes(shm.size)}, {megabytes(shm.free)} free"
     if shm.mode != 0o1777:
         return warning(f"has mode {shm.mode:04o}; {found}", "chmod 1777 /dev/shm")
     if shm.size <= _LITTLE or shm.free < max(_LITTLE, shm.size // 20):
-        return warning(f"{found}: clients' regions need more", _LARGER)
+        return warning(f"{found}, which is too little for clients' regions", _LARGER)
     return ok(f"{found}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
 
 
@@ -130,8 +132,8 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
             f"{each.name} ({megabytes(each.byte_size)}, uid {each.uid})" for each in unused[:3]
         )
         more = ", ..." if unused[3:] else ""
-        found = f"{len(unused)} objects, {total}, that no process seen from here has: "
-        fix = f"if no container has it: rm /dev/shm/{unused[0].name}{more}"
+        found = f"{len(unused)} objects ({total}) that no visible process uses: "
+        fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{more}"
         return warning(f"{found}{', '.join(shown)}{more}", fix)
     return ok(f"{len(objects)} objects of 1 MB or more, {total}, all in use" if objects else "none")
 
@@ -151,10 +153,18 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
     """
     host, limit, shm = facts
     if limit < min(shm, host):
-        found = f"{megabytes(limit)} for the server (memory.max), less than /dev/shm has: pages of "
-        fix = "a higher MemoryMax=, or a smaller /dev/shm; clients that write before they register"
-        return warning(f"{found}regions that it touches first count, and it may be killed", fix)
-    return ok(f"{megabytes(limit)}, {'of the host' if limit == host else 'by memory.max'}")
+        found = (
+            f"the server's limit, {megabytes(limit)} (memory.max), is less than the size of "
+            "/dev/shm; regions that the server touches first count, and the kernel may kill it"
+        )
+        fix = (
+            "raise MemoryMax=, or reduce /dev/shm, or let clients write to a region before "
+            "they register it"
+        )
+        return warning(found, fix)
+    return ok(
+        f"{megabytes(limit)}, {'all of the host' if limit == host else 'the limit memory.max'}"
+    )
 
 
 def gather_locked(config: ServerConfig) -> tuple[int, bool]:
@@ -166,9 +176,12 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
     """Require enough lockable memory for pinned regions."""
     limit, needed = facts
-    found = "any number of bytes" if limit < 0 else megabytes(limit)
+    found = "no limit" if limit < 0 else megabytes(limit)
     if needed and 0 <= limit < _LITTLE:
-        fix = "LimitMEMLOCK=infinity in the unit, ulimit -l unlimited, docker --ulimit memlock=-1"
+        fix = (
+            "set LimitMEMLOCK=infinity in the unit, or run ulimit -l unlimited, or docker run "
+            "--ulimit memlock=-1"
+        )
         return warning(f"{found}: larger regions cannot be pinned for the device", fix)
     return ok(found)
 
@@ -222,22 +235,28 @@ def _named(information: Path) -> str:
 def judge_devices(devices: DeviceList) -> Verdict:
     """Require that the devices, if any, can be used for models of KIND_GPU."""
     if not devices.total:
-        return ok("none: models run on the processors")
+        return ok("none: models run on CPUs")
     found = f"{devices.total} of kind {devices.kind}"
     if devices.closed:
-        fix = "DeviceAllow= in the unit and the files' group, docker run --gpus all"
+        fix = (
+            "set DeviceAllow= in the unit and join the group of the files, or use docker run "
+            "--gpus all"
+        )
         return wrong(f"{found}; this user may not open {', '.join(devices.closed)}", fix)
     if devices.kind == "cuda" and not devices.driver:
-        return wrong(f"{found}, and no driver", "load the module nvidia (modprobe nvidia)")
+        return wrong(f"{found}, but no driver is loaded", "run modprobe nvidia")
     if devices.torch is None:
-        return warning(f"{found}, which models use by torch", how_to_install("torch", "torch"))
+        return warning(
+            f"{found}, but torch, which models need for them, is not installed",
+            how_to_install("torch", "torch"),
+        )
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
-        fix = "a torch built for CUDA (https://pytorch.org/get-started)"
-        return warning(f"{found}, which torch {devices.torch} cannot use", fix)
+        fix = "install a torch built for CUDA (https://pytorch.org/get-started)"
+        return warning(f"{found}, but torch {devices.torch} is built for CPUs only", fix)
     if devices.visible < devices.total:
         found += f", {devices.visible} of them visible (CUDA_VISIBLE_DEVICES={devices.chosen})"
         if not devices.visible and devices.chosen not in _HIDDEN:
-            return warning(found, "name devices by number or UUID, as nvidia-smi -L does")
+            return warning(found, "use the numbers or UUIDs that nvidia-smi -L prints")
     shown = (f"driver {devices.driver}" if devices.driver else "", *devices.named)
     parts = f"{devices.partitions} MIG instances" if devices.partitions else ""
     return ok("; ".join(filter(None, (found, *shown, parts))))
@@ -270,16 +289,20 @@ def gather_sharing(config: ServerConfig) -> DeviceSharing:
 def judge_sharing(sharing: DeviceSharing) -> Verdict:
     """Require CUDA IPC for clients' regions on a device."""
     if sharing.failed is None:
-        return ok("no CUDA device to share memory of")
+        return ok("not used: there is no CUDA device")
     if not sharing.bindings:
-        return warning("refused: cuda-bindings is not installed", "pip install 'shmserve[cuda]'")
+        return warning(
+            "not available: cuda-bindings is not installed", "pip install 'shmserve[cuda]'"
+        )
     if sharing.failed:
-        fix = "docker run --ipc=host --pid=host; WSL and Jetson have no CUDA IPC"
-        return warning(f"two processes could not share some: {sharing.failed}", fix)
+        fix = "use docker run --ipc=host --pid=host; WSL and Jetson do not support CUDA IPC"
+        return warning(
+            f"a test could not share memory between two processes: {sharing.failed}", fix
+        )
     if "expandable_segments:true" in sharing.allocator.lower().replace(" ", ""):
-        fix = f"{_ALLOCATOR[0]} without it, or memory that shmserve.client allocates"
-        return warning("allocations of torch in expandable_segments cannot be shared", fix)
-    return ok("two processes shared some")
+        fix = f"unset it in {_ALLOCATOR[0]}, or allocate memory with shmserve.client"
+        return warning("memory that torch allocates with expandable_segments cannot be shared", fix)
+    return ok("a test shared memory between two processes")
 
 
 def export() -> None:
@@ -313,7 +336,7 @@ def probe() -> str | None:
             shared = bool(line) and read(bytes.fromhex(line)) == _PATTERN
         except (ShmserveError, CudaError) as error:
             return str(error)
-    return None if shared else "what was read is not what was written" if line else ""
+    return None if shared else "the data read differ from the data written" if line else ""
 
 
 if __name__ == "__main__":

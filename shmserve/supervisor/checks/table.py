@@ -37,7 +37,7 @@ CHECKS: tuple[HostCheck, ...] = (
     HostCheck("memory", memory.gather_memory, memory.judge_memory),
     HostCheck("locked memory", memory.gather_locked, memory.judge_locked),
     HostCheck("/dev/shm", memory.gather_shm, memory.judge_shm, "tell"),
-    HostCheck("objects in it", memory.gather_objects, memory.judge_objects),
+    HostCheck("shm objects", memory.gather_objects, memory.judge_objects),
     HostCheck("accelerators", memory.gather_devices, memory.judge_devices, "tell"),
     HostCheck("device memory", memory.gather_sharing, memory.judge_sharing),
     HostCheck("user", host.gather_user, host.judge_user, "tell"),

@@ -34,7 +34,7 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
         InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`.
             The message names `flag`.
     """
-    with refused(f"{flag}: cannot resolve '{address}'", "not a host's name"):
+    with refused(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -45,7 +45,7 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
 
 def _unguarded(flag: str, address: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{flag}: other hosts reach {address}, so clients must show a token "
+        f"{flag}: other hosts reach {address}, so clients must send a token "
         "(--auth-token-file FILE); --insecure gives every client full access instead"
     )
 

@@ -143,7 +143,7 @@ class Autoscaler:
         )
         if missing_resources:
             watch.not_before_s = now_s + _RETRY_S
-            text = "model '%s' stays at %d instances, though %s: %s"
+            text = "model '%s' keeps %d instances although %s: %s"
             logger.warning(text, version.spec.name, before, change.reason, missing_resources)
             return
         watch.changing = True
@@ -155,14 +155,14 @@ class Autoscaler:
             await version.instances.resize(change.total)
         except ShmserveError as error:
             watch.not_before_s = time.monotonic() + _RETRY_S
-            text = "model '%s' stays at %d instances: %s"
+            text = "model '%s' keeps %d instances: %s"
             logger.error(text, name, version.instances.count, error.message)
             return
         finally:
             watch.changing = False
         after = version.instances.count
         watch.policy.changed(time.monotonic(), before, after)
-        text = "model '%s' has %d instances, was %d: %s"
+        text = "model '%s' has %d instances (before: %d): %s"
         logger.info(text, name, after, before, change.reason)
         event = InstancesChanged(name, version.spec.version, before, after, change.reason)
         self._context.events.publish(event)
@@ -325,14 +325,14 @@ class ScalingPolicy:
             coming_s = max(coming_s, load.at_s - self._progress_s)
             if coming_s > _TAIL * allowed_s:
                 self._window_start_s = load.at_s
-                return f"requests wait {_ms(coming_s)}, {_ms(_TAIL * allowed_s)} are allowed"
+                return f"requests wait {_ms(coming_s)}, the limit is {_ms(_TAIL * allowed_s)}"
         first_s = max(load.at_s - _SERVED_S, self._window_start_s)
         first = next((each for each in self._loads if each.at_s >= first_s), load)
         count = load.succeeded - first.succeeded
         mean_s = (load.waited_s - first.waited_s) / count if count >= _LEAST_REQUESTS else 0.0
         if mean_s <= allowed_s:
             return ""
-        return f"requests wait {_ms(mean_s)} on average, {_ms(allowed_s)} are allowed"
+        return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
 
     def _catching_up(self, load: LoadSample) -> bool:
         """Check whether the queue will be empty soon."""
@@ -352,7 +352,7 @@ class ScalingPolicy:
         busy = self._busiest()
         if busy > _TARGET_UTILIZATION * (count - 1):
             return None
-        return Change(count - 1, f"no more than {busy:.1f} were busy for {self._idle_s:g} s")
+        return Change(count - 1, f"at most {busy:.1f} instances were busy for {self._idle_s:g} s")
 
     def _busiest(self) -> float:
         """Return the maximum of the mean number of busy instances over half a second."""
@@ -429,7 +429,7 @@ class HostCapacity:
         """Return a description of the resource that `count` instances lack, or ""."""
         if self._processors_each * count > self.processors + _HALF:
             each = f"{self._processors_each:.2g}"
-            return f"{self.processors:g} processors, an instance at work takes {each}"
+            return f"there are {self.processors:g} processors, and a busy instance uses {each}"
         if self._processors_each > _LITTLE and self._host_utilization > _FULL:
             return f"the processors are busy for {100 * self._host_utilization:.0f} % of the time"
         available, largest = (
@@ -438,6 +438,7 @@ class HostCapacity:
         )
         if available - largest < _SPARE * memory_bytes()[0]:
             return (
-                f"{available >> 20} MiB of memory are left, an instance takes {largest >> 20} MiB"
+                f"{available >> 20} MiB of memory are free, and an instance needs "
+                f"{largest >> 20} MiB"
             )
         return ""

@@ -424,7 +424,9 @@ class Instances:
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
         stacks = one_line(await stacks_of(instance))
-        logger.error("instance '%s' is killed: %s; it is in %s", instance.name, child.cause, stacks)
+        logger.error(
+            "instance '%s' is killed: %s; its stacks: %s", instance.name, child.cause, stacks
+        )
         child.kill()
 
     def _exited(self, instance: Instance, child: Child, _: object) -> None:
@@ -464,7 +466,7 @@ class Instances:
         instance.crashes = before + (not ended.was_killed)
         if before < instance.crashes == _MOST_CRASHES and self._is_needed(instance):
             row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
-            self._abandon(instance, f"{row}, and has executed nothing meanwhile")
+            self._abandon(instance, f"{row}, and it executed no request in between")
             return
         while self._is_needed(instance):
             if pause:
@@ -490,7 +492,7 @@ class Instances:
                 return
             pid = instance.child.pid if instance.child is not None else 0
             down_s = time.monotonic() - ended_at
-            text = "%s is back: pid %d, %.1f s after it ended"
+            text = "%s runs again: pid %d, %.1f s after its exit"
             logger.info(text, ended.title, pid, down_s)
             return
 
@@ -506,20 +508,20 @@ class Instances:
         if ended is None or not ended.was_killed or excess < 0:
             return pause
         pause = min(2.0**excess, _LONGEST_PAUSE_S)
-        text = "instance '%s' starts again in %g s: its process was killed, or ended, %d times"
+        text = "instance '%s' restarts in %g s: its process was killed or ended %d times"
         logger.warning(text, instance.name, pause, instance.backoff.deaths)
         return pause
 
     def _abandon(self, instance: Instance, reason: str) -> None:
         instance.transition("give_up")
-        logger.error("instance '%s' stays down: %s", instance.name, reason)
+        logger.error("instance '%s' is not restarted: %s", instance.name, reason)
         self._send_gone(instance)
         if all(other.state in _DOWN for other in self._all):
             self.failure = reason
         self._on_change()
 
     def _send_gone(self, instance: Instance) -> None:
-        reason = f"model '{self._spec.name}' failed: its instances stay down"
+        reason = f"model '{self._spec.name}' failed: its instances are not restarted"
         self._scheduler.send(m.InstanceGone(instance.index, reason))
 
     # --- end

@@ -358,7 +358,7 @@ def one_line(stacks: str) -> str:
         for thread in stacks.split("\n\n")
         if (frames := _FRAME.findall(thread))
     ]
-    return " | ".join(threads) or "what cannot be seen"
+    return " | ".join(threads) or "not available"
 
 
 async def watched(
@@ -386,7 +386,7 @@ async def watched(
             return await loaded
     except TimeoutError:
         stacks = await stacks_of(instance)
-        text = "instance '%s' has not loaded within %g s; it is in %s"
+        text = "instance '%s' has not loaded within %g s; its stacks: %s"
         logger.error(text, instance.name, limit_s, one_line(stacks))
         frame = model_frame(stacks, folder)
         raise Unavailable(
@@ -404,7 +404,7 @@ async def _report(instance: Instance, on_hang: Callable[[], None]) -> None:
         await asyncio.sleep(pause_s)
         total_s, pause_s = total_s + pause_s, 2 * pause_s
         stacks = one_line(await stacks_of(instance))
-        text = "instance '%s' has been loading for %g s; it is in %s"
+        text = "instance '%s' has been loading for %g s; its stacks: %s"
         logger.warning(text, instance.name, total_s, stacks)
         if not instance.hangs:
             instance.hangs = True

@@ -25,13 +25,11 @@ from shmserve.common.names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
+from shmserve.ipc.class_source import USUAL_CLASS, class_attribute, served_class
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
-    USUAL_CLASS,
     ModelSpec,
-    class_attribute,
-    served_class,
 )
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
@@ -58,7 +56,7 @@ class LoadPlanner:
         for spec in config.model_files:
             folder = repository.inline_model(spec, run_dir / "models", config.class_settings)
             if folder.name in self._inline:
-                raise InvalidArgument(f"'{spec}': there is a model '{folder.name}' already")
+                raise InvalidArgument(f"'{spec}': a model '{folder.name}' already exists")
             self._inline[folder.name] = folder
 
     def scan(self) -> dict[str, ModelFolder]:
@@ -239,7 +237,9 @@ class LoadPlanner:
         ignored = model_config.ignored_fields(merged)
         if ignored:
             logger.info(
-                "model %s: accepted and without effect here: %s", folder.name, ", ".join(ignored)
+                "model %s: these settings are accepted and have no effect: %s",
+                folder.name,
+                ", ".join(ignored),
             )
         return ModelSpec.of(model_config.to_dict(merged))
 

@@ -165,8 +165,8 @@ class LifecycleExecutor(LifecycleActions):
             on_change: Called when the status of a model may have changed.
         """
         self.context = context
-        self._planner = planner
-        self._registry = registry
+        self.planner = planner
+        self.registry = registry
         self._publications = publications
         self._on_change = on_change
         self._audience: Audience = context
@@ -186,7 +186,7 @@ class LifecycleExecutor(LifecycleActions):
 
     def answer(self, order: Order) -> None:
         if order.kind is OrderKind.LOAD and order.error is not None:
-            self._registry.failed_loads += 1
+            self.registry.failed_loads += 1
             self.context.events.publish(LoadRefused(order.model.name, order.error.message))
         event = self._answered.pop(order, None)
         if event is not None:
@@ -199,7 +199,7 @@ class LifecycleExecutor(LifecycleActions):
     # --- publications
 
     def publish(self, model: ModelEntry) -> None:
-        self._publications.update(self._audience, model.name, *self._registry.publications(model))
+        self._publications.update(self._audience, model.name, *self.registry.publications(model))
 
     def is_published(self, model: ModelEntry) -> bool:
         return self._publications.are_acknowledged(self._audience, model.name)
@@ -230,7 +230,7 @@ class LifecycleExecutor(LifecycleActions):
         self.lifecycle.was_read(order, plan)
 
     def _plan(self, order: Order) -> LoadPlan:
-        name, planner = order.model.name, self._planner
+        name, planner = order.model.name, self.planner
         # The fingerprint is taken first, so that the next poll detects a change during the read.
         fingerprint = ""
         try:
@@ -249,25 +249,25 @@ class LifecycleExecutor(LifecycleActions):
         return LoadPlan(fingerprint, specs, steps)
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        used = {version.spec.model_dir for version in self._registry.live}
+        used = {version.spec.model_dir for version in self.registry.live}
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used:
-                self._planner.discard(spec)
-        if self._planner.has_environments():
+                self.planner.discard(spec)
+        if self.planner.has_environments():
             self._remove_environments()
 
     @_in_background
     async def _remove_environments(self) -> None:
-        await asyncio.to_thread(self._planner.remove_unused_environments)
+        await asyncio.to_thread(self.planner.remove_unused_environments)
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        return self._planner.complete(spec, completed)
+        return self.planner.complete(spec, completed)
 
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.changed, self.lifecycle.config_completed
-        return ModelVersion(self.context, spec, group, self._registry.serving, *events)
+        return ModelVersion(self.context, spec, group, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
         self._starts[version] = self.context.background(self._start(version))
@@ -341,21 +341,10 @@ class LifecycleExecutor(LifecycleActions):
 class ModelManager:
     """The operations on the models of a server."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        planner: LoadPlanner,
-        registry: ModelRegistry,
-        publications: Publications,
-        on_change: Callable[[], None],
-    ) -> None:
-        """Create a manager; the parameters are those of `LifecycleExecutor`."""
-        self._context = context
-        self._planner = planner
-        self._registry = registry
-        executor = LifecycleExecutor(context, planner, registry, publications, on_change)
-        self._lifecycle, self._wait_for = executor.lifecycle, executor.wait_for
-        self.on_demand = executor.on_demand
+    def __init__(self, executor: LifecycleExecutor) -> None:
+        self._context, self._planner = executor.context, executor.planner
+        self._registry, self._lifecycle = executor.registry, executor.lifecycle
+        self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
 
     async def start(self) -> bool:
         """Load the models of the control mode, or publish them as loaded on demand.

@@ -222,7 +222,7 @@ class ModelVersion:
             or self.scheduler.is_limited(config)
         )
         if self.ready and not stays and self.scheduler.must_move(group):
-            logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
+            logger.info("model '%s' is moved to the process of %s", self.spec.name, group.title)
             await self._move(group, publish)
 
     async def _move(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:

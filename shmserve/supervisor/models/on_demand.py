@@ -234,7 +234,9 @@ class OnDemand:
                         self._news.clear()
                         await self._news.wait()
             except TimeoutError:
-                logger.warning("unloading takes long: the model that replaces it is loaded now")
+                logger.warning(
+                    "unloading a model takes long; the model that replaces it is loaded now"
+                )
 
     async def _due(self) -> list[str]:
         bound = self._context.config.max_loaded_byte_size

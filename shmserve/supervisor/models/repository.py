@@ -228,11 +228,11 @@ def ignored_folders(folder: ModelFolder) -> dict[str, str]:
 def no_version(folder: ModelFolder) -> str:
     """Return the error text for a model without a version to load, with misnamed versions."""
     if folder.versions:
-        hint = f"it leaves out {', '.join(map(str, folder.versions))}"
+        hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
         found = ", ".join(ignored_folders(folder))
-        hint = "a version is a folder whose name is a whole number, as 1"
-        hint += f", and not {clip(found)}" if found else ""
+        hint = "a version is a folder whose name is an integer, such as 1"
+        hint += f", but found {clip(found)}" if found else ""
     return f"{_NO_VERSION} '{folder.name}' ({hint})"
 
 

@@ -72,10 +72,6 @@ class Child:
         """Return whether an operator, or the kernel for lack of memory, has killed it."""
         return self.reason == f"signal {signal.SIGKILL.value}"
 
-    def stop_expected(self) -> None:
-        """Record that it was sent `Stop`, and has nothing in flight."""
-        self.stops = True
-
     async def until_exit(self) -> str:
         """Wait for its exit and return the kind of it."""
         return await asyncio.shield(self.exited)

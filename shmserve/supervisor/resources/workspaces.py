@@ -59,7 +59,7 @@ class WorkspacePool:
     """The leases of `capacity` bytes of a device's memory, a multiple of 64 (no I/O).
 
     Each method that changes the pool returns the leases that it has granted. The pool is closed
-    initially, and a closed pool grants no leases.
+    initially, and a closed pool grants no leases. `memory` is set once it is allocated.
 
     Leases are granted in the order of requests, without overtaking. The largest lease therefore
     follows the leases before it, however many small ones are requested later. Since every lease
@@ -68,6 +68,7 @@ class WorkspacePool:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.memory: Memory | None = None
         self._open = False
         self._free = FreeList(capacity)
         self._owners: dict[int, int] = {}  # offset -> owner
@@ -145,13 +146,8 @@ class WorkspacePool:
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class _Pool:
-    """The pool of a device: its leases, and its memory once it is allocated."""
-
-    def __init__(self, capacity: int) -> None:
-        self.byte_size = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.leases = WorkspacePool(self.byte_size)
-        self.memory: Memory | None = None
+def _in_pages(byte_size: int) -> int:
+    return -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _host_memory(byte_size: int) -> Memory:
@@ -175,20 +171,22 @@ class Workspaces:
     """
 
     def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:
-        self._pools = {device: _Pool(size) for device, size in byte_sizes.items()}
+        self._pools = {
+            device: WorkspacePool(_in_pages(size)) for device, size in byte_sizes.items()
+        }
         self._send = send
         if "cpu" in self._pools:
-            self.allocated("cpu", _host_memory(self._pools["cpu"].byte_size))
+            self.allocated("cpu", _host_memory(self._pools["cpu"].capacity))
 
     def allocated(self, device: str, memory: Memory) -> None:
         """Open a device's pool, and grant the waiting requests."""
         pool = self._pools[device]
         pool.memory = memory
-        self._send_granted(pool, pool.leases.open())
+        self._send_granted(pool, pool.open())
 
     def holder_exited(self, device: str) -> None:
         """Close a device's pool, whose holder has died, until it is `allocated` again."""
-        self._pools[device].leases.close()
+        self._pools[device].close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
         """Handle a worker's request for a lease, or its return.
@@ -199,7 +197,7 @@ class Workspaces:
         match message:
             case ReturnWorkspace(memory_id=memory_id, offset=offset):
                 if pool is not None and pool.memory is not None and pool.memory.id == memory_id:
-                    self._send_granted(pool, pool.leases.release(pid, offset))
+                    self._send_granted(pool, pool.release(pid, offset))
             case LeaseWorkspace(id=number, byte_size=size):
                 try:
                     if pool is None:
@@ -207,7 +205,7 @@ class Workspaces:
                             f"there is no workspace for device '{message.device}': the server was "
                             f"started without --workspace-byte-size={message.device}=BYTES"
                         )
-                    granted = pool.leases.ask(pid, number, size)
+                    granted = pool.ask(pid, number, size)
                 except ShmserveError as error:
                     self._send(pid, Refused.of(number, error))
                 else:
@@ -216,7 +214,7 @@ class Workspaces:
     def process_exited(self, pid: int) -> None:
         """End the leases and requests of a process that has exited."""
         for pool in self._pools.values():
-            self._send_granted(pool, pool.leases.drop(pid))
+            self._send_granted(pool, pool.drop(pid))
 
     def close(self) -> None:
         """Release the memory. Mappings of a worker live on until the worker exits."""
@@ -225,7 +223,7 @@ class Workspaces:
                 os.close(pool.memory.fd)
         self._pools.clear()
 
-    def _send_granted(self, pool: _Pool, granted: list[GrantedLease]) -> None:
+    def _send_granted(self, pool: WorkspacePool, granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             assert pool.memory is not None
             packed = pack_range(Range(pool.memory, offset, 0))

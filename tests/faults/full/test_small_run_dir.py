@@ -106,8 +106,9 @@ def test_too_few_descriptors(repository: Path) -> None:
     try:
         assert server.wait_exit(30) == 2
         assert server.log() == (
-            "shmserve: open files: a process may have 100, at least 256 are needed "
-            "(LimitNOFILE=65536 in the unit, ulimit -Hn 65536, docker --ulimit nofile=65536)\n"
+            "shmserve: open files: a process may open 100 files, but at least 256 are required "
+            "(set LimitNOFILE=65536 in the unit, or run ulimit -Hn 65536, or docker run --ulimit "
+            "nofile=65536)\n"
         )
         assert not server.run_dir.exists()
     finally:

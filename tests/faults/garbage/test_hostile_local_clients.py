@@ -26,7 +26,7 @@ from shmserve.ipc.transport import frames, zmtp
 from tests.faults.conftest import make_repository
 from tests.faults.garbage.test_garbage_sockets import ended, garbage
 from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
-from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.arrivals import arrived, framed, send_raw
 from tests.rigs.local_clients import Guest, answer, memfd, small, submit
 from tests.support.leaks import cpu_seconds
 from tests.support.load import Load
@@ -40,7 +40,6 @@ _SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that sees one local client after the other."""
     with running(make_repository(tmp_path_factory.mktemp("guests"))) as started:
         with Load(started):
             pass
@@ -65,19 +64,19 @@ def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
         link = local_client.link(
             "identity", f"{local_client.number}.{local_client.token}.g{len(frames)}"
         )
-        send_raw(link, b"", b"".join(zmtp.frame(frames.pop()) for _ in range(min(8, len(frames)))))
+        send_raw(link, b"", b"".join(framed(frames.pop()) for _ in range(min(8, len(frames)))))
         link.send(submit((small(),)))
         answered = arrived(link)
         assert all(isinstance(reply, m.Finished | m.Failed) for reply in answered)
         link.close()
     link = local_client.link("identity", f"{local_client.number}.{local_client.token}.flood")
-    send_raw(link, b"", zmtp.frame(b"x") * 50_000)
+    send_raw(link, b"", framed(b"x") * 50_000)
     until("it is ended", partial(ended, link))
 
 
 def no_zeromq(local_client: Guest, stage: Scene) -> None:
     """Bytes that are no frames, and half of everything."""
-    whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + zmtp.frame(b"abc")
+    whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
     with contextlib.ExitStack() as stack:
         for endpoint in local_client.models.values():
             for text in (os.urandom(5000), *(whole[:cut] for cut in range(0, len(whole), 7))):
@@ -109,7 +108,7 @@ def never_read(local_client: Guest, stage: Scene) -> None:
     identity = f"{local_client.number}.{local_client.token}.deaf".encode()
     connection.sendall(zmtp.GREETING + zmtp.ready("DEALER", identity))
     connection.settimeout(1.0)
-    frame = zmtp.frame(frames.pack([submit((small(),), number) for number in range(500)]))
+    frame = framed(frames.pack([submit((small(),), number) for number in range(500)]))
     with contextlib.closing(connection), contextlib.suppress(TimeoutError):
         for _ in range(2000):
             connection.sendall(frame)
@@ -140,7 +139,6 @@ def half_frames(local_client: Guest, stage: Scene) -> None:
 
 
 def a_frame_too_large(local_client: Guest, stage: Scene) -> None:
-    """It is not waited for."""
     for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
@@ -172,7 +170,7 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
     for number, words in enumerate((one * (7 * MIB // len(one)), many, one * 6 * MIB)):
         count = words.count(b"\xdd") or len(words) // len(one)
-        frame = zmtp.frame(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+        frame = framed(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
         link._connection.sock.settimeout(20)
@@ -267,7 +265,6 @@ def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
 
 
 def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
-    """One answer, to the first."""
     link = local_client.link("gated")
     numbers = TensorRef("INPUT0", "INT32", (1, 1), (7).to_bytes(4, "little"))
     link.send(submit((numbers,), 5))
@@ -365,7 +362,7 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     link.send(m.Submit(1, deep, [], 0, 0, 0, 0))
     assert isinstance(answer(link), m.Failed)
-    send_raw(link, b"", zmtp.frame(bytes((0x92, frames.VERSION)) + deep))
+    send_raw(link, b"", framed(bytes((0x92, frames.VERSION)) + deep))
     link.send(submit((small(),), 2))
     assert answer(link).id == 2
 

@@ -39,7 +39,6 @@ _LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A server of MODELS, all on the device."""
     for name, engine in MODELS.items():
         write_folder(models / name / "1")
         (models / name / "config.pbtxt").write_text(CONFIG)
@@ -71,7 +70,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
-    """The text behind a prompt."""
     body = {
         "input_ids": prompt,
         "exclude_input_in_output": True,
@@ -116,4 +114,4 @@ def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:
         request = urllib.request.Request(f"http://{started.url}/v2/repository/index", b"")
         with urllib.request.urlopen(request, timeout=30) as answered:
             (row,) = json.load(answered)
-    assert "weights: int8 is for CPUs" in row["reason"]
+    assert "weights: int8 is supported on CPUs only" in row["reason"]

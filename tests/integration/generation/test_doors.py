@@ -69,7 +69,6 @@ def too_long(server: Server) -> None:
 
 
 def closed(server: Server) -> None:
-    """A client closes its stream."""
     with client_of(server) as client:
         stream = client.completions.create(**ENDLESS, stream=True)
         next(iter(stream))
@@ -345,11 +344,11 @@ BAD = {
         *(400, "guided_json", "cannot be compiled"),
     ),
     "no number": (b'{"model": "tiny", "prompt": "a", "top_p": NaN}', 400, "top_p", "nan"),
-    "no model": ({"prompt": "a"}, 400, "model", "missing"),
+    "no model": ({"prompt": "a"}, 400, "model", "required"),
     "another model": ({"model": "nobody", "prompt": "a"}, 404, None, "nobody"),
     "no generator": ({"model": "embedder", "prompt": "a"}, 404, None, "does not generate"),
-    "no prompt": ({"model": "tiny"}, 400, "prompt", "neither a text"),
-    "a number": ({"model": "tiny", "prompt": 5}, 400, "prompt", "5 is neither a text"),
+    "no prompt": ({"model": "tiny"}, 400, "prompt", "is not a string"),
+    "a number": ({"model": "tiny", "prompt": 5}, 400, "prompt", "5 is not a string"),
     "an empty prompt": ({"model": "tiny", "prompt": ""}, 400, "prompt", "empty"),
     "a long prompt": ({"model": "tiny", "prompt": [5] * 600}, 400, "prompt", "600 tokens"),
     "a wrong token": ({"model": "tiny", "prompt": [5, 9999]}, 400, "prompt", "9999"),
@@ -357,7 +356,7 @@ BAD = {
     "top_p": ({"model": "tiny", "prompt": "a", "top_p": "x"}, 400, "top_p", "'x'"),
     "n": ({"model": "tiny", "prompt": "a", "n": 1000}, 400, "n", "1000"),
     "stream": ({"model": "tiny", "prompt": "a", "stream": 1}, 400, "stream", "true or false"),
-    "stop": ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop", "a text or a list"),
+    "stop": ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop", "a string or a list"),
 }
 
 

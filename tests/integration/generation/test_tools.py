@@ -175,7 +175,7 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
 
 
 def test_errors_of_responses(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no response is stored") as raised:
+    with pytest.raises(openai.BadRequestError, match="responses are not stored") as raised:
         client.responses.create(model="loop", input="a", previous_response_id="resp_1")
     assert raised.value.param == "previous_response_id"
     made = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)

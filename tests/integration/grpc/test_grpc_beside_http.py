@@ -365,7 +365,7 @@ def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> Non
     code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
     assert (code, text) == (
         "StatusCode.PERMISSION_DENIED",
-        "this token is not for the statistics API",
+        "this token has no access to the statistics API",
     )
 
 

@@ -130,8 +130,6 @@ def test_the_shells_client_with_https(keys: Path, capsys: pytest.CaptureFixture[
 
 
 class Ready(http.server.BaseHTTPRequestHandler):
-    """A server that is ready."""
-
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
@@ -197,7 +195,7 @@ def test_plain_tls(keys: Path, models: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--grpc-use-ssl"], "--grpc-server-cert: a file is needed for TLS"),
+        (["--grpc-use-ssl"], "--grpc-server-cert: TLS requires this file"),
         (
             ["--grpc-use-ssl", "--grpc-server-cert=/nowhere"],
             "--grpc-server-cert: '/nowhere' is not a file that can be read",

@@ -101,7 +101,7 @@ def test_a_model_describes_itself(http: Http) -> None:
             "/v2/models/simple/versions/9/config",
             "Request for unknown model: 'simple' version 9 is not found",
         ),
-        ("/v2/models/simple/versions/x", "Not Found (a version is a whole number)"),
+        ("/v2/models/simple/versions/x", "Not Found (a version is an integer)"),
         ("/v2/systemsharedmemory/region/a/b/status", "Not Found (a / in a name is written %2F)"),
         ("/v2/systemsharedmemory/region//status", "Not Found"),
         ("/v2/nothing", "Not Found"),

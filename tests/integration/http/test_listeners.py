@@ -103,7 +103,7 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
         http.get("/v2/systemsharedmemory/status", mine),
     ):
         assert reply.status == 403
-        assert "this token is not for the" in reply.error
+        assert "this token has no access to the" in reply.error
     assert http.get("/v2/models/stats", bearer(TOKEN)).status == 200
 
 
@@ -184,7 +184,7 @@ def test_a_friend_needs_a_token_and_a_stranger_gets_nowhere(folder: Path, guarde
         (("--http-address=0.0.0.0",), "--http-address: other hosts reach '0.0.0.0'"),
         (("--http-address=::",), "--http-address: other hosts reach '::'"),
         (("--http-address=",), "--http-address: other hosts reach ''"),
-        (("--http-address=a..b",), "--http-address: cannot resolve 'a..b': not a host's name"),
+        (("--http-address=a..b",), "--http-address: cannot resolve 'a..b': it is not a host name"),
         (("--grpc-address=0.0.0.0",), "--grpc-address: other hosts reach '0.0.0.0'"),
         (("--metrics-address=0.0.0.0",), "--metrics-address: other hosts reach '0.0.0.0'"),
         (("--auth-token-file=/nowhere",), "--auth-token-file: cannot read '/nowhere'"),

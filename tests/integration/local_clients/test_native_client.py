@@ -41,7 +41,6 @@ def rows(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(rows: Server) -> Iterator[shmserve.client.Server]:
-    """A connection to it."""
     with shmserve.client.connect(rows.run_dir) as connected:
         yield connected
 
@@ -231,7 +230,7 @@ def test_regions_are_checked(client) -> None:
             client.allocate(tensors)
     client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
-        wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
+        wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
         with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
             client.infer("rows", region)
     # Strings go where there is room for them.

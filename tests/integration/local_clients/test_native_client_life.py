@@ -616,7 +616,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
         kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
         late = client._session.built(
-            client._session.connection(), "rows", region, None, "", PLAIN, {}
+            client._session.connection(), ("rows", region, None, "", PLAIN, {})
         )
         folder = first.folder
         members = first.tree()

@@ -87,7 +87,6 @@ def client(served: Server) -> Iterator[shmserve.client.Server]:
 
 
 def repeat(count: int) -> dict[str, Any]:
-    """The inputs for `count` responses."""
     return {
         "IN": np.arange(count, dtype=np.int32) + 7,
         "DELAY": np.zeros(count, np.uint32),

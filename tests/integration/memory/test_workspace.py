@@ -104,4 +104,4 @@ def test_a_device_that_is_not_there_ends_the_start(repository: Path) -> None:
         *("--http-port=0", "--grpc-port=0", "--metrics-port=0"),
     )
     assert done.returncode == 1
-    assert "workspace cuda:99 ended at its start" in done.stderr
+    assert "workspace cuda:99 ended during its start" in done.stderr

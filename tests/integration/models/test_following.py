@@ -60,7 +60,6 @@ class Clients:
         self.answers.append("" if right else f"{reply.status}: {reply.body!r}")
 
     def end(self) -> None:
-        """Each has its answer."""
         for thread in self._threads:
             thread.join()
         assert self.answers == [""] * len(self._threads)
@@ -101,8 +100,8 @@ def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
         for change in ("more", "fewer"):
             name = "shmserve_instance_changes"
             assert server.metric(name, model="slow", change=change) == most - 1
-        assert server.log().count(" instances, was ") == len(told)
-        assert "model 'slow' has 2 instances, was 1: requests wait " in server.log()
+        assert server.log().count(" instances (before: ") == len(told)
+        assert "model 'slow' has 2 instances (before: 1): requests wait " in server.log()
         with server.http() as http:
             (group,) = http.get("/v2/models/slow/config").ok().json()["instance_group"]
         assert group["count"] == 1

@@ -82,7 +82,7 @@ def test_an_existing_triton_command_line_starts(
     log = server.log()
     lines = log.splitlines()
     for flag in ("--backend-directory", "--metrics-interval-ms", "--http-thread-count"):
-        assert len([line for line in lines if f"{flag} is without effect here" in line]) == 1
+        assert len([line for line in lines if f"{flag} has no effect" in line]) == 1
     assert not [line for line in lines if "--rate-limit" in line]
     assert f"127.0.0.1:{server.http_port}" in log
     assert f"127.0.0.1:{server.metrics_port}" in log
@@ -117,7 +117,7 @@ def test_a_link_named_tritonserver_takes_its_command_lines(
         assert "COMPUTE_START" in (repository / "t.json").read_text()
     discarded = "traces are discarded: triton,file=PATH is missing"
     assert (discarded in log) is ("--trace-config" in line)
-    idle = "--backend-config=python,shm-default-byte-size=1048576 is without effect here"
+    idle = "--backend-config=python,shm-default-byte-size=1048576 has no effect"
     assert (idle in log) is ("shm-default" in line)
 
 
@@ -428,7 +428,9 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
     assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
     done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
     assert done.returncode == 1
-    assert done.stderr == "shmserve client infer: no server: there is no run directory /nowhere\n"
+    assert done.stderr == (
+        "shmserve client infer: no server is running: there is no run directory /nowhere\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def guarded(models: Path, start: Start) -> Server:
-    """One that asks for tokens."""
     repositories.add(models / "models", "identity")
     tokens = models / "tokens"
     tokens.write_text(f"{TOKEN} metrics\n{OTHER} inference\n")
@@ -59,7 +58,10 @@ def test_it_needs_the_token_of_metrics(guarded: Server) -> None:
             refused = http.get(path)
             assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
             wrong = http.get(path, {"Authorization": f"Bearer {OTHER}"})
-            assert (wrong.status, wrong.error) == (403, "this token is not for the metrics API")
+            assert (wrong.status, wrong.error) == (
+                403,
+                "this token has no access to the metrics API",
+            )
         given = {"Authorization": f"Bearer {TOKEN}"}
         shown = http.get("/", given).ok()
         assert shown.headers["Content-Type"] == "text/html; charset=utf-8"

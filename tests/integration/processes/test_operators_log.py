@@ -81,11 +81,11 @@ def test_a_failure_is_logged_whichever_way_it_was_asked_for(server: Server) -> N
 
 def test_a_worker_that_is_back(server: Server) -> None:
     server.find_one("worker identity.0").kill()
-    server.wait_log("worker identity.0 cpu is back: pid ")
+    server.wait_log("worker identity.0 cpu runs again: pid ")
     server.wait_ready()
     pid = server.find_one("worker identity.0").pid
-    ended, back = re.findall(r"worker identity\.0 cpu (ended|is back: pid \d+)", server.log())
-    assert (ended, back) == ("ended", f"is back: pid {pid}")
+    ended, back = re.findall(r"worker identity\.0 cpu (ended|runs again: pid \d+)", server.log())
+    assert (ended, back) == ("ended", f"runs again: pid {pid}")
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])

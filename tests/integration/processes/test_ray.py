@@ -150,14 +150,12 @@ class Cluster:
         raise AssertionError((self.folder / "log").read_text()[-6000:])
 
     def kill_second(self) -> None:
-        """Kill the second node."""
         assert self._process.stdin
         self._process.stdin.write("kill\n")
         self._process.stdin.flush()
         self._wait("killed")
 
     def stop(self) -> None:
-        """End it."""
         self._process.communicate(timeout=60)
         assert self._process.returncode == 0
 
@@ -226,8 +224,8 @@ def _what_only_a_node_can_answer_is_refused(port: int) -> None:
         refused = connection.register("region", "/region", 64)
         assert (refused.status, refused.error) == (
             501,
-            "memory is shared with the server of the client's own node: not through Ray's proxy, "
-            "ask that node's server",
+            "memory is shared with the server of the client's own node; send this request to the "
+            "server of a node, not to Ray's proxy",
         )
         assert connection.get("/v2/models/rows").ok().json()["name"] == "rows"
         unknown = connection.get("/v2/models/a%2Fb")
@@ -281,7 +279,7 @@ def test_a_server_that_is_there_is_found(
             await server.check()
         assert there.answers("/v2/health/ready")
         async with started({"server": str(own / "other.sock")}) as server:
-            with pytest.raises(RuntimeError, match=r"no server answers at .*other.sock"):
+            with pytest.raises(RuntimeError, match=r"no server responds at .*other.sock"):
                 await server.check()
 
     asyncio.run(use())
@@ -290,7 +288,7 @@ def test_a_server_that_is_there_is_found(
 def test_a_server_that_cannot_start_says_so(own: Path) -> None:
     async def use() -> None:
         async with started({**FLAGS, "model-repository": "/missing"}) as server:
-            with pytest.raises(RuntimeError, match=r"shmserve serve ended with [12]; this"):
+            with pytest.raises(RuntimeError, match=r"shmserve serve exited with status [12]; see"):
                 await server.wait_ready()
 
     asyncio.run(use())

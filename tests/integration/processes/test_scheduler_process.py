@@ -38,10 +38,10 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
-from shmserve.ipc.transport import frames, zmtp
+from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.arrivals import arrived, framed, send_raw
 from tests.support.texts import EXPIRED
 from tests.support.waiting import until
 
@@ -111,13 +111,11 @@ class Stage:
         self.worker.send(m.InstanceReady(0, os.getpid()))
 
     def join(self, endpoint: str, identity: str) -> Dealer:
-        """One more peer of the scheduler."""
         link = Dealer(endpoint, identity)
         self.links.append(link)
         return link
 
     def tell(self, message: Any) -> None:
-        """Speak as the supervisor."""
         self.control.post(self.address, message)
         self.control.flush()
 
@@ -163,13 +161,11 @@ class Stage:
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
     def statistics(self) -> dict[str, Any]:
-        """What the scheduler counted."""
         self.client.send(m.ReportStatistics(0))
         statistics: dict[str, Any] = self.next(self.client).statistics
         return statistics
 
     def close(self) -> None:
-        """End everything."""
         self.process.kill()
         self.process.wait()
         self.control.close()
@@ -179,7 +175,6 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    """A scheduler that is ready."""
     with tempfile.TemporaryDirectory(prefix="shmserve-") as run_dir:
         made = Stage(Path(run_dir))
         try:
@@ -309,9 +304,9 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:
-        send_raw(stage.control, stage.address, zmtp.frame(frame))
+        send_raw(stage.control, stage.address, framed(frame))
         for stranger in strangers:
-            send_raw(stranger, b"", zmtp.frame(frame))
+            send_raw(stranger, b"", framed(frame))
             send_raw(stranger, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))

@@ -63,8 +63,10 @@ def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Pa
         for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
             victim = server.find_one(title)
             victim.suspend()  # it is killed, and another one started, before long
-            server.wait_log(f"no response from {title.replace('http ', '')} (pid {victim.pid})")
-            server.wait_log("all processes answer again")
+            server.wait_log(
+                f"these processes do not respond: {title.replace('http ', '')} (pid {victim.pid})"
+            )
+            server.wait_log("all processes respond again")
             manager.receive("WATCHDOG=1")
 
 

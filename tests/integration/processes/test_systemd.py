@@ -71,7 +71,6 @@ def installed(systemd: Systemd) -> Systemd:
 
 
 def run_beside(systemd: Systemd, unit: str, text: str) -> None:
-    """Have a service, by its text."""
     systemd.path(f"/etc/systemd/system/{unit}").write_text(text)
     systemd.run("systemctl", "daemon-reload")
     started = systemd.run("systemctl", "start", unit)
@@ -84,7 +83,6 @@ def log(systemd: Systemd, *which: str) -> str:
 
 
 def start(systemd: Systemd, *units: str) -> None:
-    """Start units, which must do."""
     started = systemd.run("systemctl", "enable", "--now", *units)
     assert "status" not in started, started + log(systemd)
 
@@ -186,7 +184,7 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
     sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
     with hung(processes(systemd)["gateway http 0"]):
-        until("a log", lambda: "no response from gateway 0 (pid " in log(systemd), 20)
+        until("a log", lambda: "do not respond: gateway 0 (pid " in log(systemd), 20)
     wait_restarts(systemd, 1)
     systemd.run("kill", "-STOP", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 2)

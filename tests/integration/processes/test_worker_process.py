@@ -30,11 +30,10 @@ from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference
-from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.instances import Instance, model_frame, stacks_of
 from shmserve.supervisor.processes.children import Child
-from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.arrivals import arrived, framed, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
 from tests.support.messages import inferred_of
@@ -115,7 +114,6 @@ class Worker:
         return message
 
     def tell(self, message: Any) -> None:
-        """As the supervisor."""
         self.control.post(b"worker.5.0.%d" % self.pid, message)
         self.control.flush()
 
@@ -164,12 +162,10 @@ class Worker:
         return sorted(done.replies, key=lambda reply: reply.key)
 
     def answer(self, reply: Reply) -> Inferred:
-        """A reply that must be a success."""
         assert reply.code == "", reply.message
         return inferred_of(reply)
 
     def wait(self) -> int:
-        """The exit status of the process."""
         assert self.process is not None
         return self.process.wait(_PATIENCE_MS / 1000)
 
@@ -184,7 +180,6 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def zygote() -> None:
-    """The process from which workers are forked, which outlives the tests."""
     forker(WORKER)
 
 
@@ -237,7 +232,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     worker.load()
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
-    send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
+    send_raw(router, peer, framed(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()

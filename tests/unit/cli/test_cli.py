@@ -16,7 +16,7 @@ def test_ctrl_c_before_anything_listens_for_it(monkeypatch: pytest.MonkeyPatch) 
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli._VERBS, "serve", ("", interrupted))
+    monkeypatch.setattr(cli, "_serve", interrupted)
     assert cli.main(["serve"]) == 130
 
 

@@ -112,7 +112,7 @@ def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
         ("INT32", np.zeros(2, np.float32), "an array of float32"),
         ("BYTES", np.zeros(2, np.float32), "an array of float32"),
         ("BF16", np.zeros(2, np.int32), "an array of int32"),
-        ("STRANGE", [1], "unknown datatype, STRANGE"),
+        ("STRANGE", [1], "unknown datatype STRANGE"),
     ],
 )
 def test_an_input_that_does_not_fit_is_named(datatype: str, value: Any, text: str) -> None:
@@ -197,7 +197,6 @@ def server() -> Iterator[HTTPServer]:
 
 
 def run(*arguments: str) -> int:
-    """The exit status."""
     try:
         return client.run(["infer", *arguments])
     except SystemExit as exit_:
@@ -240,19 +239,19 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["x", "--input=X=1"], 1, "Request for unknown model: 'x?[2J' is not found"),
         (["m", "--input=Z=1"], 2, "the model has no input 'Z'; it has X"),
         (["m", "--input=X=[1.5]"], 2, "integers, not 1.5"),
-        (["m", "--input=X"], 2, "--input takes NAME=VALUE, not 'X'"),
+        (["m", "--input=X"], 2, "--input: expected NAME=VALUE, got 'X'"),
         (["m", "--input=X=["], 2, "input 'X': not JSON"),
-        (["m", "--input=X=hello"], 2, """a text has quotes: --input 'X="..."'"""),
+        (["m", "--input=X=hello"], 2, """quote a string: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
         (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
-        (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
-        (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
+        (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "infer: http://127.0.0.1:1: no answer: Con"),
         (["m", "--input=X=1", "--url=unix:/nowhere"], 1, "unix:/nowhere: no answer: No such file"),
-        (["m", "--input=X=1", "--header=x"], 2, "--header takes NAME:VALUE, not 'x'"),
-        (["m", "--input=X=1", "--client-key=x"], 2, "--client-cert and --client-key go together"),
+        (["m", "--input=X=1", "--header=x"], 2, "--header: expected NAME:VALUE, got 'x'"),
+        (["m", "--input=X=1", "--client-key=x"], 2, "must be given together"),
         (["m", "--input=X=1", "--token-file=/dev/null"], 2, "'/dev/null' has no token"),
         (["m", "--input=X=1", "--token-file=/"], 2, "cannot read '/': Is a directory"),
         (
@@ -294,7 +293,7 @@ def test_a_file_that_holds_no_array(tmp_path: Path, content: bytes) -> None:
 def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, a=np.zeros(1), b=np.zeros(1))
-    with pytest.raises(InvalidArgument, match="holds several arrays, not one"):
+    with pytest.raises(InvalidArgument, match="contains several arrays; save a single array"):
         load("X", f"@{path}")
 
 
@@ -359,7 +358,7 @@ def test_a_file_that_is_no_image_and_a_host_without_pillow(
 ) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"text")
-    with pytest.raises(InvalidArgument, match=r"the file is no image|pip install pillow"):
+    with pytest.raises(InvalidArgument, match=r"the file is not an image|pip install pillow"):
         encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InvalidArgument, match="pip install pillow"):

@@ -39,7 +39,10 @@ def test_none(usual: Path) -> None:
 def test_a_run_directory_whose_server_has_ended_is_disconnected(usual: Path) -> None:
     ended(RunDirectory.usual())
     for named in (None, usual):
-        with pytest.raises(Disconnected, match=f"no server: the one of .* {usual} has ended"):
+        with pytest.raises(
+            Disconnected,
+            match=(f"no server is running: the server of the run directory {usual} has exited"),
+        ):
             discovery.find(named)
 
 
@@ -64,7 +67,7 @@ def test_of_two_one_must_be_named(usual: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_default_directory_of_another_user_is_rejected(usual: Path, tmp_path: Path) -> None:
     usual.symlink_to(tmp_path)
-    with pytest.raises(InvalidArgument, match=f"{usual} belongs to another user: name it"):
+    with pytest.raises(InvalidArgument, match=f"{usual} belongs to another user; name it"):
         discovery.find(None)
 
 

@@ -165,6 +165,28 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     assert not memories._segments
 
 
+def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
+    given: Any = {
+        "a": ((2, 3), np.float32),
+        "b": (np.int64(4), "uint8"),
+        "c": (np.zeros((1, 5)).shape, np.dtype("int64")),
+        "d": ([2], bool),
+        "e": (3, "BF16"),
+    }
+    with Region(memories, given) as region:
+        kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
+        assert {name: each[1] for name, each in region.specs.items()} == kinds
+        assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
+
+
+@pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
+def test_an_unknown_datatype_of_a_region_names_what_is_allowed(
+    memories: Memories, datatype: Any
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
+        Region(memories, {"x": ((1,), datatype)})
+
+
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment, ended = Segment(4096), []
     lease = MemoryLease(lambda: ended.append(True))

@@ -108,7 +108,7 @@ def test_tokens_are_kept_as_digests(tokens: Path) -> None:
         ("# nothing\n", "has no token"),
         ("short\n", "line 1: a token needs 16 characters"),
         (f"{ALL} inference,nothing\n", "line 1: unknown scope 'nothing' (allowed: health, "),
-        (f"{ALL} inference metadata\n", "line 1: more than a token and its scopes"),
+        (f"{ALL} inference metadata\n", "line 1: expected TOKEN or TOKEN SCOPE,SCOPE"),
         (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
     ],
 )

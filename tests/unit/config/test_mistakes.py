@@ -105,7 +105,7 @@ PBTXT: dict[str, tuple[str, tuple[str, ...]]] = {
 
 ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
     "misspelt": ("# \nmax_batchsize: 4", ("engine.yaml:2:1: max_batchsize:", "'max_batch_size'?")),
-    "unknown": ("cheese: 1", ("engine.yaml:1:1: cheese:", "known are", "block_size")),
+    "unknown": ("cheese: 1", ("engine.yaml:1:1: cheese:", "allowed: ", "block_size")),
     "text": ("block_size: many", (":1:1: block_size: 'many' is not a whole number",)),
     "range": ("block_size: 0", (":1:1: block_size: 0 is not 1 to 1024",)),
     "choice": ("weights: int4", ("'int4'", "fp32, bf16, int8", "did you mean 'int8'?")),
@@ -122,9 +122,12 @@ ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "twice": (
         "block_size: 8\nblock_size: 16",
-        (":2:1: block_size: it is already set in line 1 already",),
+        (":2:1: block_size: it is already set in line 1",),
     ),
-    "a list": ("- block_size", ("engine.yaml: found a list", "a mapping")),
+    "a list": (
+        "- block_size",
+        ("engine.yaml: expected a mapping", "a mapping"),
+    ),
     "no YAML": ("block_size: [8", ("engine.yaml:1:15: it is not YAML",)),
 }
 
@@ -136,7 +139,7 @@ FILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "list": ("http-port: [1, 2]", ("line 1: http-port: takes one value, not a list",)),
     "no such folder": ("model-repository: /nowhere", ("line 1: --model-repository: '/nowhere'",)),
     "meaning": ("cache-config: redis,size=1", ("line 1: --cache-config:", "'redis'", "local")),
-    "twice": ("id: a\nid: b", ("line 2: id: it is already set in line 1 already",)),
+    "twice": ("id: a\nid: b", ("line 2: id: it is already set in line 1",)),
     "tab": ("id:\n\t- a", ("line 2: it is not YAML",)),
 }
 

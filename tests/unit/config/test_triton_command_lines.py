@@ -194,7 +194,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         IDLE: ("model-load-thread-count",),
     },
     # --- mistakes
-    "--model-repository=M --log=1": "--log is the beginning of --log-info, --log-warning, --log-er",
+    "--model-repository=M --log=1": "--log is ambiguous: --log-info, --log-warning, --log-er",
     "--model-repository=M --grpc_port=1": "unknown flag --grpc_port, did you mean --grpc-port?",
 }
 

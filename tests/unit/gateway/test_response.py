@@ -30,7 +30,7 @@ RECORDED = [
 
 
 DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, FP32, FP64"
-NO_VERSION = " (a version is a whole number)"
+NO_VERSION = " (a version is an integer)"
 MORE = " (input 'INPUT0': its shape has 16 elements, more are given)"
 # What this server says behind Triton's text of an error.
 AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
@@ -38,8 +38,8 @@ ADDED = {
     **dict.fromkeys(("json string", "json null"), AS_A_BODY),
     "raw two var": " (send JSON with its shape before the bytes, and the length of the JSON in "
     "Inference-Header-Content-Length)",
-    "datatype bad": f" ('FOO'; there are: {DATATYPES}, BYTES, BF16)",
-    "datatype lower": f" ('int32'; there are: {DATATYPES}, BYTES, BF16)",
+    "datatype bad": f" ('FOO'; allowed: {DATATYPES}, BYTES, BF16)",
+    "datatype lower": f" ('int32'; allowed: {DATATYPES}, BYTES, BF16)",
     "datatype other bytes": " (input 'INPUT0' has 0)",
     **dict.fromkeys(("shape str", "shape float", "shape bool"), " (input 'INPUT0')"),
     **dict.fromkeys(("data str", "data null", "data obj"), " (input 'INPUT0')"),
@@ -160,7 +160,7 @@ OURS = {
     (
         "id_INT32",
         400,
-        "invalid datatype for input IN ('INT33'; there are: BOOL, UINT8, UINT16, UINT32, UINT64, "
+        "invalid datatype for input IN ('INT33'; allowed: BOOL, UINT8, UINT16, UINT32, UINT64, "
         "INT8, INT16, INT32, INT64, FP16, FP32, FP64, BYTES, BF16)",
     ): one("INT33", 1, [1]),
     ("simple", 400, "JSON nesting depth exceeds maximum allowed limit (100)"): (

@@ -22,7 +22,6 @@ def chat(**body: Any) -> dict[str, Any]:
 
 
 def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    """The events of a stream."""
     frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
     found = []
     for frame in frames:
@@ -89,15 +88,18 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': no response is stor"),
-    "a conversation": ({"conversation": "c"}, "conversation: .* is stored"),
+    "a response": (
+        {"previous_response_id": "r"},
+        "previous_response_id: 'r': responses are not",
+    ),
+    "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
     "background": ({"background": True}, "background: True: supported is False"),
     "truncation": ({"truncation": "auto"}, "truncation: 'auto': supported is 'disabled'"),
-    "no input": ({"input": []}, "input: it is neither a text nor a list"),
-    "a number": ({"input": [3]}, r"input\[0\]: 3 is no item"),
+    "no input": ({"input": []}, "input: it is not a string or a list"),
+    "a number": ({"input": [3]}, r"input\[0\]: 3 is not an object"),
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        r"input\[0\]: content of type 'input_image' is not a text",
+        r"input\[0\]: content of type 'input_image' is not a string",
     ),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
@@ -178,7 +180,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
     ("message", "param"),
     [
         ("messages: the prompt is too long", "input"),
-        ("max_completion_tokens: -1 is not a whole number", "max_output_tokens"),
+        ("max_completion_tokens: -1 is not an integer", "max_output_tokens"),
         ("response_format: cannot be compiled", "text.format"),
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec, served_class
+from shmserve.ipc.class_source import served_class
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.model_config import from_json, to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
 

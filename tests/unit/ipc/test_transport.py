@@ -15,7 +15,7 @@ from shmserve.ipc.messages.supervision import ConfigCompleted, Drain
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.arrivals import arrived, framed, send_raw
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
     router: Router, dealer: Dealer, caplog: pytest.LogCaptureFixture
 ) -> None:
     older = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
-    send_raw(dealer, b"", zmtp.frame(older))
+    send_raw(dealer, b"", framed(older))
     dealer.send(m.Cancel(2))
     assert arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
     assert "the peer has protocol version 2, this process has version 3" in caplog.text
@@ -196,9 +196,7 @@ class _CountingPoll:
 
 
 def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
-    send_raw(
-        dealer, b"", zmtp.frame(b"garbage") + b"\1\1a\0\1b" + zmtp.frame(frames.pack([Drain()]))
-    )
+    send_raw(dealer, b"", framed(b"garbage") + b"\1\1a\0\1b" + framed(frames.pack([Drain()])))
     assert arrived(router) == [(b"me", Drain())] and router.malformed == 2
     with socket.socket(socket.AF_UNIX) as plain:
         plain.connect(router.endpoint.removeprefix("ipc://"))

@@ -238,7 +238,8 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
         parameters { key: "my_own" value { string_value: "x" } }"""
     )
     assert warnings_of(written, normalise(written, "m", 0)) == [
-        "instance_group[1].count: -1 is taken as the default; it is 1 or more",
+        "instance_group[1].count: -1 is replaced by the default, because a count must be at "
+        "least 1",
         "parameters: 'batching_strateg' is unknown; did you mean 'batching_strategy'?",
         "parameters: 'execution_timeout_second' is unknown; did you mean "
         "'execution_timeout_seconds'?",

@@ -230,7 +230,7 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
             '@parameters { key: "step[1].condition" value { string_value: "I" } } '
             "ensemble_scheduling { step { %s } }",
             'parameters["step[1].condition"]',
-            "parameter 'step[1].condition': ensemble 'm' has 1 steps, from 0",
+            "parameter 'step[1].condition': ensemble 'm' has 1 steps, numbered from 0",
         ),
         (
             '@parameters { key: "step[0].condition" value { string_value: "Q" } } '
@@ -243,7 +243,7 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
             '@parameters { key: "step[0].if" value { string_value: "I" } } '
             "ensemble_scheduling { step { %s } }",
             'parameters["step[0].if"]',
-            "parameter 'step[0].if' of ensemble 'm' is not known: step[N].condition is",
+            "parameter 'step[0].if' of ensemble 'm' is unknown (allowed: step[N].condition)",
         ),
     ],
 )
@@ -300,14 +300,14 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
             'step { model_name: "x" input_map { key: "a" value: "q" } output_map { key: "b" value: '
             '"r" } } step { model_name: "y" input_map { key: "a" value: "r" } output_map { key: "b"'
             ' value: "q" } }',
-            "step 0 of ensemble 'm', of model 'x', can never run: its tensor 'q' is made only by "
-            "steps that wait for it",
+            "step 0 of ensemble 'm', model 'x', can never run: its input tensor 'q' is produced "
+            "only by steps that depend on it",
         ),
         (
             'step { model_name: "x" input_map { key: "a" value: "q" } output_map { key: "b" value: '
             '"q" } }',
-            "step 0 of ensemble 'm', of model 'x', can never run: its tensor 'q' is made only by "
-            "steps that wait for it",
+            "step 0 of ensemble 'm', model 'x', can never run: its input tensor 'q' is produced "
+            "only by steps that depend on it",
         ),
         (
             'step { model_name: "x" input_map { key: "a" value: "O" } output_map { key: "b" value: '

@@ -50,36 +50,45 @@ def test_a_whole_one_is_in_order() -> None:
 @pytest.mark.parametrize(
     ("padding", "text"),
     [
-        ("{", "must be a JSON object, and cannot be read: Expecting property name"),
+        ("{", "must be a JSON object, but cannot be parsed: Expecting property name"),
         ([1], "must be a JSON object of objects"),
         ({"IMAGE": 3}, "must be a JSON object of objects"),
-        ({"NONE": {}}, "is for no input of the model"),
-        ({"NONE": {"like": "IMAGE"}}, "has 'like' for what is no output of the model"),
+        ({"NONE": {}}, "names neither an input of the model"),
+        ({"NONE": {"like": "IMAGE"}}, "has 'like', but the model has no output of this name"),
         ({"IMAGE": {"pad": 1}}, "has the unknown key 'pad' (allowed: 'value', 'buckets'"),
-        ({"FIXED": {}}, "is for an input without a dimension of any size (-1), of 'FIXED',"),
-        ({"TEXT": {}}, "is for an input of strings, which have no padding"),
-        ({"FLAT": {}}, "is for an input with 'allow_ragged_batch': it can have one of the two"),
-        ({"IMAGE": {"value": 256}}, "'value' an integer from 0 to 255 for TYPE_UINT8, found 256"),
-        ({"IMAGE": {"value": 0.5}}, "'value' an integer from 0 to 255 for TYPE_UINT8, found 0.5"),
-        ({"IMAGE": {"buckets": 7}}, "must have as 'buckets' a list of shapes, found 7"),
-        ({"IMAGE": {"buckets": [[3, 4]]}}, "the bucket [3, 4], which is no shape of 3 sizes"),
-        ({"IMAGE": {"buckets": [[3, 4, -1]]}}, "bucket [3, 4, -1], which is no shape of 3 sizes"),
-        ({"IMAGE": {"buckets": [[1, 4, 4]]}}, "does not agree with the input's dims [3, -1, -1]"),
+        ({"FIXED": {}}, "names an input without a variable dimension (-1), of 'FIXED',"),
+        ({"TEXT": {}}, "names an input of strings, which cannot be padded"),
+        ({"FLAT": {}}, "names an input with 'allow_ragged_batch', which cannot be combined"),
+        ({"IMAGE": {"value": 256}}, "integer 'value' from 0 to 255 (TYPE_UINT8), found 256"),
+        ({"IMAGE": {"value": 0.5}}, "integer 'value' from 0 to 255 (TYPE_UINT8), found 0.5"),
+        ({"IMAGE": {"buckets": 7}}, "must have 'buckets' that are a list of shapes, found 7"),
+        (
+            {"IMAGE": {"buckets": [[3, 4]]}},
+            "the bucket [3, 4], which is not a shape of 3 dimensions",
+        ),
+        (
+            {"IMAGE": {"buckets": [[3, 4, -1]]}},
+            "bucket [3, 4, -1], which is not a shape of 3 dimensions",
+        ),
+        ({"IMAGE": {"buckets": [[1, 4, 4]]}}, "does not match the input's dims [3, -1, -1]"),
         (
             {"IMAGE": {"buckets": [[3, 1 << 40, 1 << 40]]}},
-            "of more elements than a row may have, 268435456",
+            "which exceeds the 268435456 elements that a row may have",
         ),
-        ("[" * 100_000, "cannot be read: it is nested too deeply"),
+        ("[" * 100_000, "is nested too deeply"),
         ('{"IMAGE": {}, "IMAGE": {"value": 1}}', "duplicate key 'IMAGE' in an object"),
-        ({"RATES": {"value": 10**400}}, "a number from -65504 to 65504, or an infinite one, for "),
+        ({"RATES": {"value": 10**400}}, "'value' from -65504 to 65504, or infinity, for "),
         ({"RATES": {"value": 1e10}}, "TYPE_FP16, found 10000000000.0"),
-        ({"IMAGE": {"max_waste": 2}}, "must have as 'max_waste' a share, from 0 to 1, found 2"),
-        ({"IMAGE": {"lengths": ""}}, "must have as 'lengths' the name of an input, found ''"),
-        ({"IMAGE": {"mask": "TEXT"}}, "makes the input 'TEXT' as 'mask', which is another input's"),
-        ({"IMAGE": {"mask": "A", "lengths": "A"}}, "makes the input 'A' as 'mask'"),
-        ({"FEATURES": {"like": "IMAGE"}}, "must have as 'like' an input that is padded"),
-        (GOOD | {"ROWS": {"like": "IMAGE"}}, "with 1 dimensions of any size like an input with 2"),
-        (GOOD | {"ROWS": {"like": "IMAGE", "value": 1}}, "has other keys beside 'like'"),
+        ({"IMAGE": {"max_waste": 2}}, "must have a 'max_waste' from 0 to 1, found 2"),
+        ({"IMAGE": {"lengths": ""}}, "must have a 'lengths' that names an input, found ''"),
+        (
+            {"IMAGE": {"mask": "TEXT"}},
+            "creates the input 'TEXT' ('mask'), whose name another input has",
+        ),
+        ({"IMAGE": {"mask": "A", "lengths": "A"}}, "creates the input 'A' ('mask')"),
+        ({"FEATURES": {"like": "IMAGE"}}, "must have a 'like' that names a padded input"),
+        (GOOD | {"ROWS": {"like": "IMAGE"}}, "with 1 variable dimensions like an input with 2"),
+        (GOOD | {"ROWS": {"like": "IMAGE", "value": 1}}, "has keys besides 'like'"),
     ],
 )
 def test_a_mistake_is_told(padding: Any, text: str) -> None:
@@ -89,7 +98,7 @@ def test_a_mistake_is_told(padding: Any, text: str) -> None:
 
 
 def test_it_takes_a_batch() -> None:
-    assert "needs a max_batch_size of 1 at least" in said(GOOD, most=0)
+    assert "requires a max_batch_size of at least 1" in said(GOOD, most=0)
 
 
 def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:

@@ -144,7 +144,7 @@ RULES = [
         BATCH + "@" + STRATEGY % "prefer_latency",
         'parameters["batching_strategy"]',
         "parameter 'batching_strategy' is 'prefer_latency' for m, which has no "
-        "'dynamic_batching': add that block, or leave the parameter out",
+        "'dynamic_batching': add that block, or remove the parameter",
     ),
     *(
         (
@@ -175,14 +175,14 @@ RULES = [
     (
         DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
         'parameters["target_p99_ms"]',
-        "parameter 'target_p99_ms' is for 'batching_strategy' 'adaptive' only, which is "
-        "'prefer_batch' for m, or for 'max_instances'",
+        "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
+        "which is 'prefer_batch' for m",
     ),
     (
         DYNAMIC + "} @" + TARGET % "5",
         'parameters["target_p99_ms"]',
-        "parameter 'target_p99_ms' is for 'batching_strategy' 'adaptive' only, which is not "
-        "given for m, or for 'max_instances'",
+        "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
+        "which is not given for m",
     ),
     *(
         (
@@ -205,13 +205,14 @@ RULES = [
     (
         BATCH + "sequence_batching { } @" + MOST % "2",
         'parameters["max_instances"]',
-        "parameter 'max_instances' is for models whose requests are independent of one another, "
-        "found a model with sequences: m",
+        "parameter 'max_instances' requires a model whose requests are independent of each "
+        "other, found a model with sequences: m",
     ),
     (
         IO + MOST % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
         "instance_group[1]",
-        "one instance group is allowed for m, which has the parameter 'max_instances', found 2",
+        "only one instance group is allowed for m, which has the parameter "
+        "'max_instances', found 2",
     ),
     (
         IO + MOST % "2" + " instance_group { @count: 3 }",

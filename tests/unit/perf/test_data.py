@@ -56,7 +56,7 @@ def test_a_shape_of_any_size_is_asked_for() -> None:
 
 @pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
 def test_a_shape_is_numbers_by_name(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="--shape takes NAME:N,N"):
+    with pytest.raises(InvalidArgument, match="--shape: expected NAME:N,N"):
         data.items(PLAIN, Given(shapes=[text]))
 
 
@@ -85,7 +85,7 @@ def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None
         ('{"data": []}', "has no request"),
         ('{"data": 3}', "has no list of requests"),
         ('{"data": [3]}', "request 0 of .* must be a JSON object"),
-        ('[{"X": [1, 2]}, {"X": [1]}]', "request 1 of .*: input 'X': 1 elements are not of shape"),
+        ('[{"X": [1, 2]}, {"X": [1]}]', "request 1 of .*: input 'X': 1 elements do not fit"),
         ('[{"X": ["a", 2]}]', "its elements are integers"),
         ('[{"X": {"shape": [2]}}]', "no 'content'"),
         ('[{"Z": [1, 2]}]', "no input 'Z'"),
@@ -116,7 +116,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "no function `requests`"),
-        ("def requests(i): yield 3", "request 0 of .* is no mapping"),
+        ("def requests(i): yield 3", "request 0 of .* is not a mapping"),
         ("def requests(i): 1 / 0", "failed: ZeroDivisionError"),
         ("def requests(i): yield {'X': 'a'}", "request 0 of .*: input 'X' is INT32"),
         ("x = ", "failed: SyntaxError"),

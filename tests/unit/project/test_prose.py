@@ -83,7 +83,6 @@ def tree(path: Path) -> ast.Module:
 
 
 def docstrings(path: Path) -> Iterator[Text]:
-    """The docstrings of a module."""
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)

@@ -241,6 +241,4 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
 
 
 def test_the_default_scheduler_runs_one_request_after_another() -> None:
-    batcher = Batcher()
-    assert batcher.decide(0, [], 0) is None
-    assert batcher.decide(0, items(1, 2), 0) == Batch(1, Closed.IDLE)
+    assert Batcher().decide(0, items(1, 2), 0) == Batch(1, Closed.IDLE)

@@ -44,7 +44,6 @@ def run_dir() -> Iterator[Path]:
 async def published(
     run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, wanted: None
 ) -> AsyncIterator[EventPublisher]:
-    """An open publisher."""
     publisher = EventPublisher()
     publisher.open(endpoints.events(run_dir), on_subscription)
     try:
@@ -188,7 +187,6 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) -> EventFeed:
-    """One of these models."""
     process: Any = type("Process", (), {"pid": 7, "title": STARTED.title})()
     return EventFeed(
         publisher,
@@ -285,7 +283,7 @@ def test_the_page_has_every_event_and_field() -> None:
         (m.LoadRefused("m", "a\x1bb"), "model m: not loaded (a?b)"),
         (
             m.InstancesChanged("m", "1", 2, 3, "they wait"),
-            "model m version 1: 3 instances, was 2 (they wait)",
+            "model m version 1: 3 instances (before: 2) (they wait)",
         ),
         (STARTED, "process 7 worker simple.0 cpu: runs"),
         (m.ProcessEnded(7, "x", "signal 9"), "process 7 x: ended (signal 9)"),

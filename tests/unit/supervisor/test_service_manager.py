@@ -18,7 +18,6 @@ from shmserve.supervisor.host.service_manager import ServiceManager, progress_li
 
 @pytest.fixture(params=["path", "abstract"])
 def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    """A service manager's address, and where it hears."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         if request.param == "path":
             address = str(tmp_path / "notify")

@@ -49,9 +49,11 @@ def test_one_that_does_not_answer_is_named_and_there_is_no_sign(
             control.answer(number, 7, 8)
         number = await control.asked.get()
         control.answer(number, 7)
-        for _ in itertools.takewhile(lambda _: "no response" not in caplog.text, itertools.count()):
+        for _ in itertools.takewhile(
+            lambda _: "do not respond" not in caplog.text, itertools.count()
+        ):
             await asyncio.sleep(0)
-        assert caplog.text.strip().endswith("no response from b (pid 8)")
+        assert caplog.text.strip().endswith("these processes do not respond: b (pid 8)")
         assert (manager.alive.call_count, control.asked.qsize()) == (2, 0)
         control.answer(number, 8)
         await control.asked.get()

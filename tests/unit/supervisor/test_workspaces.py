@@ -138,7 +138,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
 def test_a_device_that_has_not_so_much_ends_the_start() -> None:
     async def test(processes: Processes, holders: WorkspaceHolders) -> None:
         processes.at_start = lambda child: child.kill()
-        with pytest.raises(Unavailable, match="workspace cuda:1 ended at its start"):
+        with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
             await holders.start()
 
     live(test, f"--workspace-byte-size={DEVICE}={4 * MB}")

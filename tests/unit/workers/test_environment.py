@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.model_spec import class_attribute
+from shmserve.ipc.class_source import class_attribute
 from shmserve.workers.environment import _checked, _interpreter
 
 Member = tuple[str, bytes, str]  # a name, a type of tarfile, and the target of a link

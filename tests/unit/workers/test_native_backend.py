@@ -345,7 +345,7 @@ class Model:
         ),
         (
             "class Model:\n    def predict(self, *x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
-            "takes any number of values: name each input",
+            "is variadic; name each input",
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1]): ...",
@@ -375,7 +375,7 @@ class Model:
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1], /) -> FP32[Tensor, 1]: ...",
-            "argument 'x' of 'Model.predict' must have a name to be given by",
+            "argument 'x' of 'Model.predict' is positional-only",
         ),
     ],
 )

@@ -178,8 +178,8 @@ def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
     assert responses[0].outputs[0].shape == (1, 1, 2)
     assert responses[1].error is not None
     assert responses[1].error.message == (
-        "inference output 'FEATURES' has the shape [1,2,2], which cannot be cut back like 'IMAGE': "
-        "that is padded to [3]"
+        "inference output 'FEATURES' has the shape [1,2,2], which cannot be cut like input "
+        "'IMAGE', whose padded shape is [3]"
     )
     assert responses[2].outputs[0].shape == (1, 2, 2), "the model cut it itself"
 

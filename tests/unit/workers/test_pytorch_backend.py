@@ -214,7 +214,7 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
     assert reply.array("y").tolist() == [[6]]
     for wrong, text in (
-        ({"w": contextlib.suppress}, r"'model\.pt' holds objects that are no tensors"),
+        ({"w": contextlib.suppress}, r"'model\.pt' contains objects that are not tensors"),
         ({"v": torch.ones(1)}, r"'model\.pt' does not fit the class 'Net': (?s:.*)Missing key"),
         ([1], r"'model\.pt' does not fit the class 'Net': Expected state_dict to be dict-like"),
     ):
@@ -308,7 +308,13 @@ def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> Non
     with zipfile.ZipFile(archive, "w") as file:
         for name, content in {**members, samples: bomb.getvalue()}.items():
             file.writestr(name, content)
-    with pytest.raises(InvalidArgument, match=r"'model\.pt2' holds objects that are no tensors"):
+    with pytest.raises(
+        InvalidArgument,
+        match=(
+            r"'model\.pt2' contains objects that are not "
+            r"tensors"
+        ),
+    ):
         PytorchBackend(worker.context).complete_config(model_config([], []))
     assert not exploded.exists()
 

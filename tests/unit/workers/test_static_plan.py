@@ -250,7 +250,7 @@ def test_a_model_that_cannot_be_recorded_runs_without(
 def test_where_there_can_be_none_it_is_said(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
-    assert "runs without CUDA graphs: its device has none" in caplog.text
+    assert "runs without CUDA graphs: its device does not support them" in caplog.text
     Recorded(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
 

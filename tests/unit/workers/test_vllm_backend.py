@@ -121,7 +121,6 @@ class Model(Streams):
     def ask(
         self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
     ) -> None:
-        """Begin a request."""
         tensors = []
         for name, value in given.items():
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
@@ -373,7 +372,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
     [
         (None, "unable to find '1/model.json'"),
         ("{", "model.json: it is not JSON"),
-        ("[]", "model.json: found [], allowed is an object"),
+        ("[]", "model.json: expected an object, found []"),
         ("{}", "model.json: 'model' is missing"),
     ],
 )
@@ -402,7 +401,7 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     ("kind", "size", "given", "expected"),
     [
         ("GPU", 1, "", "1"),
-        ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind has to be KIND_MODEL"),
+        ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL"),
         ("MODEL", 2, "2, 3", "2,3"),
         ("MODEL", 1, "", ""),
     ],

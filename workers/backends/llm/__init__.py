@@ -32,7 +32,7 @@ from shmserve.workers.backends import Backend, Request, Response, ResponseStream
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
@@ -95,16 +95,20 @@ class LlmBackend(Backend):
         """
         if config.max_batch_size:
             found = config.max_batch_size
-            raise InvalidArgument(f"max_batch_size: {found} is not 0: requests join at every step")
+            raise InvalidArgument(
+                f"max_batch_size: {found} is not 0: the engine forms the "
+                "batches, up to `max_batch_size` of engine.yaml"
+            )
         if config.model_warmup:
-            raise InvalidArgument("model_warmup: a model of backend 'llm' takes none")
+            raise InvalidArgument("model_warmup: backend 'llm' does not support it")
         # One processor is left to texts, the scheduler and the gateway. If all processors computed,
         # each operation would wait for the slowest thread.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         checkpoint, settings = self._checkpoint(), self._settings(config)
         if settings.weights == "int8" and self.context.device != "cpu":
             raise InvalidArgument(
-                f"engine.yaml: weights: int8 is for CPUs; {self.context.device} takes fp32 or bf16"
+                "engine.yaml: weights: int8 is supported on CPUs only; use fp32 or bf16 on "
+                f"{self.context.device}"
             )
         parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
         self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
@@ -185,7 +189,7 @@ class LlmBackend(Backend):
         same = draft.architecture.vocabulary == target.architecture.vocabulary
         if not same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
-                f"speculative_decoding.draft_model: '{speculation.draft_model}' has another "
+                f"speculative_decoding.draft_model: '{speculation.draft_model}' has a different "
                 "vocabulary than the model"
             )
         return DraftModel(self._make_passes(draft, settings, 0))

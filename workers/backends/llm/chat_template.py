@@ -18,9 +18,10 @@ from shmserve.errors import InvalidArgument, clip
 # Variables that have to be in the template if a request has them.
 _NEEDED = ("documents", "reasoning_effort")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")  # arguments of `tojson`
+# The arguments of Jinja's filter `tojson`.
+_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")
 _TESTS = ("string", "iterable", "sequence", "mapping")
-_END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
+_END = "CONTINUE_FINAL_MESSAGE_TAG "  # a text that marks the end of the message to be continued
 
 
 class GenerationTag(Extension):
@@ -56,35 +57,37 @@ class ChatTemplate:
         self._compiled: dict[str, _Compiled] = {}
 
     def render(self, given: Mapping[str, Any]) -> str:
-        """Render a conversation: its `messages`, and more.
+        """Render a conversation: its `messages`, and variables of the template.
 
-        Other members are variables of the template, such as `tools` and `documents`. The members of
-        `chat_template_kwargs` are variables, too. `chat_template` is the name of a template. With
-        `continue_final_message`, the text ends with that of the last message.
+        Other members of `given` are variables of the template, such as `tools` and `documents`. The
+        members of `chat_template_kwargs` are variables, too. `chat_template` is the name of a
+        template. With `continue_final_message`, the text ends with that of the last message.
 
         Raises:
             InvalidArgument: The template rejects the conversation.
         """
         if not self.sources:
-            raise InvalidArgument("messages: the model has no chat template, only text_input")
+            raise InvalidArgument(
+                "messages: the model has no chat template; send text_input instead"
+            )
         variables = {"tools": None, "documents": None, **self._special, **given}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._name(variables.pop("chat_template", None), variables["tools"])
         continued = variables.pop("continue_final_message", None)
         if continued and variables.get("add_generation_prompt"):
-            raise InvalidArgument("continue_final_message: add_generation_prompt has to be false")
+            raise InvalidArgument("continue_final_message: add_generation_prompt must be false")
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
             messages = [_message(each, template) for each in given["messages"]]
-            ending = _mark_end(messages[-1]) if continued else ""
+            ending = _mark_end(given["messages"][-1], messages[-1], template) if continued else ""
             _check_used(variables, template)
             made = template.template.render(**{**variables, "messages": messages})
         except InvalidArgument:
             raise
         except Exception as error:  # templates may raise any error
             raise InvalidArgument(
-                f"messages: the model's chat template does not take them: {clip(str(error), 200)}"
+                f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             ) from None
         return _before_end(made, ending) if continued else made
 
@@ -107,6 +110,7 @@ class ChatTemplate:
                 any(_names_content(loop.iter) for loop in parsed.find_all(nodes.For)),
                 any(test.name in _TESTS for test in parsed.find_all(nodes.Test)),
                 any(each.value == "developer" for each in parsed.find_all(nodes.Const)),
+                "content" in source,
                 frozenset(meta.find_undeclared_variables(parsed)),
             )
         return self._compiled[name]
@@ -119,6 +123,7 @@ class _Compiled(NamedTuple):
         iterates: Whether it iterates over the parts of a content.
         distinguishes: Whether it distinguishes a content of parts from a text.
         developer: Whether it has the role `developer`; otherwise that role becomes `system`.
+        names_content: Whether it names the content of a message.
         variables: The names of its variables.
     """
 
@@ -126,11 +131,12 @@ class _Compiled(NamedTuple):
     iterates: bool
     distinguishes: bool
     developer: bool
+    names_content: bool
     variables: frozenset[str]
 
 
 def _check_used(given: Mapping[str, Any], template: _Compiled) -> None:
-    """Raise InvalidArgument if a template would ignore what a request asks for."""
+    """Raise InvalidArgument if a request has members that the template would ignore."""
     for name in _NEEDED:
         if given.get(name) and name not in template.variables:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
@@ -198,7 +204,7 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
 
 
 def _call(given: Any) -> Any:
-    """Return a call whose arguments are an object, unless their text is not JSON."""
+    """Return a tool call with its arguments as an object, unless their text is not JSON."""
     function = given.get("function") if isinstance(given, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str | None):
@@ -208,19 +214,29 @@ def _call(given: Any) -> Any:
     return {**given, "function": {**function, "arguments": arguments}}
 
 
-def _mark_end(message: dict[str, Any]) -> str:
-    """Mark the end of a message's text; return the text."""
-    content = message.get("content")
-    if isinstance(content, list) and content:
-        last = {**content[-1]}
-        text = str(last.get("text", ""))
-        message["content"] = [*content[:-1], {**last, "text": text + _END}]
-    elif isinstance(content, str) and content:
-        text = content
-        message["content"] = text + _END
-    else:
+def _mark_end(given: Mapping[str, Any], message: dict[str, Any], template: _Compiled) -> str:
+    """Mark the end of the text of a message, which was `given` in the request; return the text.
+
+    As in transformers, the last part with a text is continued, and a text may be empty.
+    """
+    if given.get("content") is None:
         raise InvalidArgument("continue_final_message: the last message has no content")
-    return text
+    if not template.names_content:
+        raise InvalidArgument(
+            "continue_final_message: the model's chat template does not name the content of a"
+            " message"
+        )
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _END
+        return content
+    message["content"] = parts = [*content]
+    for index in reversed(range(len(parts))):
+        if "text" in parts[index]:
+            text = str(parts[index]["text"])
+            parts[index] = {**parts[index], "text": text + _END}
+            return text
+    raise InvalidArgument("continue_final_message: the last message has no text")
 
 
 def _before_end(made: str, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def parse(text: str) -> EngineSettings:
         return EngineSettings.of({})
     if not isinstance(given, dict):
         kind = type(given).__name__
-        raise InvalidArgument(f"{NAME}: found a {kind}, allowed is a mapping, NAME: VALUE")
+        raise InvalidArgument(f"{NAME}: expected a mapping (NAME: VALUE), found a {kind}")
     return EngineSettings.of(given, NAME, _positions(top))
 
 
@@ -59,7 +60,7 @@ def _positions(top: yaml.Node) -> dict[str, str]:
     for key, mark in _keys(top, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
-            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line} already")
+            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line}")
         positions.setdefault(key, _at(mark))
     if twice:
         raise InvalidArgument("\n".join(twice))
@@ -78,8 +79,8 @@ def _at(mark: yaml.Mark) -> str:
 
 
 _SHARE = 0.5  # share of the available memory for keys and values
-_FLOAT = 4  # bytes
-_HOST = -1  # the key of the host among GPU numbers
+_FLOAT = 4  # bytes of a float32
+_HOST = -1  # stands for the host among GPU numbers
 
 
 def sized(
@@ -109,7 +110,8 @@ def sized(
         needed = settings.max_batch_size * -(-longest // settings.block_size)
         blocks = max(min(int(available / block_bytes), needed), 1)
     swap = settings.swap_blocks or int(settings.swap_space_gb * 1e9 / block_bytes)
-    return settings.sized(blocks, min(longest, blocks * settings.block_size), swap)
+    longest = min(longest, blocks * settings.block_size)
+    return replace(settings, kv_cache_blocks=blocks, max_model_len=longest, swap_blocks=swap)
 
 
 def most_on_one_device(groups: Iterable[InstanceGroup]) -> int:

@@ -19,7 +19,7 @@ from shmserve.logs import warn_once
 logger = logging.getLogger(__name__)
 
 _MOST_STOPS = 64
-_LONGEST_WORD = 256  # characters
+_LONGEST_WORD = 256  # maximum number of characters of a bad word
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (0, 1 << 24),
@@ -58,7 +58,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": ("",),
     "prompt_embeds": (),
 }
-_FREE = ("", "")  # no grammar
+_FREE = ("", "")  # the value for no grammar
 _OBJECT = {"type": "object"}
 _MOST_CHOICES = 10_000
 # Parameters that a beam search does not have.
@@ -181,14 +181,14 @@ def parse(
         elif name in _PLAIN:
             continue
         elif name not in _REFUSED:
-            message = "parameter '%s' of a generation is not known and is ignored"
+            message = "the unknown parameter '%s' of a generation is ignored"
             warn_once(logger, message, clip(name))
         elif value not in _REFUSED[name]:
             problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
         if values.get("grammar", _FREE) != _FREE:
             grammars[name] = values.pop("grammar")
     if len(grammars) > 1:
-        problems.append(f"{' and '.join(grammars)}: a text has one grammar at most")
+        problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
     values = _settled(values, grammars)
     values["grammar_name"] = next((shown.get(name, name) for name in grammars), "")
     problems += _contradictions(values, vocabulary)
@@ -207,7 +207,7 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Combine parameters that are given by two names."""
+    """Combine parameters that were given by two alternative names."""
     values["top_k"] = max(values.get("top_k", 0), 0)
     requested, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
     if not requested:
@@ -239,21 +239,23 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
         found.append(f"best_of: {best_of} is less than n {count}")
     if not values.get("use_beam_search"):
         if best_of > count and values.get("stream"):
-            found.append(f"stream: the best of {best_of} samples are known at their end")
+            found.append(
+                f"stream: the best of {best_of} samples are known only when all are complete"
+            )
         return found
     if values.get("stream"):
-        found.append("stream: a beam search has its texts at its end, stream has to be false")
+        found.append("stream: it must be false, because a beam search returns its texts at the end")
     if values.get("logprobs", -1) >= 0:
-        found.append("logprobs: a beam search has none")
+        found.append("logprobs: a beam search does not return them")
     if not most:
-        found.append("max_tokens: 0 is too small for a beam search")
+        found.append("max_tokens: a beam search requires at least 1")
     if max(count, best_of) < 2:
-        found.append(f"n: {count} is not the width of a beam search, which is 2 to 128")
+        found.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
     return found
 
 
 def _with_beams(given: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each parameter that a beam search does not have."""
+    """Return a problem for each parameter that a beam search does not support."""
     neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
     defaults = {"repetition_penalty": 1, "logprobs": -1}
     return [
@@ -271,7 +273,7 @@ def _with_beams(given: Mapping[str, Any]) -> list[str]:
 def _number(name: str, value: Any) -> dict[str, Any]:
     least, most = _RANGES[name]
     whole = isinstance(least, int)
-    allowed = f"a {'whole number' if whole else 'number'} from {least} to {most}"
+    allowed = f"{'an integer' if whole else 'a number'} from {least} to {most}"
     try:
         found = float(value)
         exact = int(value) if whole else found
@@ -314,7 +316,7 @@ def _decoded(value: Any, allowed: str) -> Any:
 
 
 def _stop(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a text or a list of up to {_MOST_STOPS} texts, none of them empty"
+    allowed = f"a string or a list of up to {_MOST_STOPS} strings, none of them empty"
     found = [value] if isinstance(value, str) else value
     texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
     if not texts or len(found) > _MOST_STOPS:
@@ -333,12 +335,12 @@ def _stop_words(name: str, value: Any) -> dict[str, Any]:
 def _bad_words(name: str, value: Any) -> dict[str, Any]:
     words: tuple[str, ...] = _stop("stop", value)["stop"]
     if any(len(word) > _LONGEST_WORD for word in words):
-        raise ValueError(f"a list of texts of up to {_LONGEST_WORD} characters")
+        raise ValueError(f"a list of strings of up to {_LONGEST_WORD} characters")
     return {name: words}
 
 
 def _tokens(name: str, value: Any) -> dict[str, Any]:
-    allowed = "a list of tokens (whole numbers)"
+    allowed = "a list of tokens (integers)"
     found = _decoded(value, allowed)
     listed = isinstance(found, list) and all(type(each) is int for each in found)
     if not listed or (name == "allowed_token_ids" and not found):
@@ -443,7 +445,13 @@ _TEXTS = {
 
 
 def _text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
-    """Return a text, or the grammar in it; `kind` is that of another parameter's member."""
+    """Return the fields of a text parameter, or of the grammar in it.
+
+    Args:
+        name: The parameter.
+        value: The value.
+        kind: The kind of grammar, if the text is a member of another parameter.
+    """
     kind = kind or name
     if not isinstance(value, str) or not value:
         raise ValueError(_TEXTS[kind])
@@ -454,7 +462,7 @@ _regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 
 
 def _choice(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a list of 1 to {_MOST_CHOICES} texts, none of them empty"
+    allowed = f"a list of 1 to {_MOST_CHOICES} strings, none of them empty"
     found = _decoded(value, allowed)
     texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
     if not texts or not 0 < len(found) <= _MOST_CHOICES:

@@ -27,15 +27,15 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, take
 
-_UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
+_UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
-LONG = 1 << 12  # characters that are tokenized in less than 10 ms
+LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 _CHARACTERS_A_TOKEN = 16
-_MOST_CUT = 64  # tokens that may differ where a text is cut
+_MOST_CUT = 64  # number of tokens that may differ where a text is cut
 _BYTES_A_CHARACTER = 4
 _NICE = 10
-_LEAST_LIMIT = 1 << 20  # bytes
+_LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`
 
 
 def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         size = memoryview(tensor.raw).nbytes
         if name in _INPUTS and size > most_bytes:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {size} bytes are above any prompt's {most_bytes}"
+                f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {most_bytes}"
             )
         if name == "input_ids":
             found[name] = tensor.numpy().ravel().copy()
@@ -86,7 +86,7 @@ class PromptReader:
     """A reader of requests for one model; safe to use in any thread.
 
     Attributes:
-        most_bytes: No prompt of more bytes fits the model.
+        most_bytes: The size of a prompt in bytes above which no prompt fits the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
@@ -236,11 +236,11 @@ class PromptReader:
     def _prompt_text(
         self, given: Mapping[str, Any], parameters: GenerationParameters, scores: bool
     ) -> PromptText:
-        """Return the prompt; `scores`: the offsets of its tokens are wanted."""
+        """Return the prompt; with `scores`, include the offsets of its tokens."""
         named = [name for name in _INPUTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
-            raise InvalidArgument(f"the prompt is one of {', '.join(_INPUTS)}: {found} is given")
+            raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found}")
         (name,) = named
         if name == "input_ids":
             count = self._count(name, len(given[name]), parameters)
@@ -297,10 +297,11 @@ class PromptReader:
         if most:
             count = min(count, most if most > 0 else max(self._longest - 1, 1))
         if not count:
-            raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
+            raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
         if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the "
+                f"limit of {self._longest}"
             )
         return count
 
@@ -313,8 +314,8 @@ class PromptReader:
             raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {most}")
         token = clip(repr(self._tokenizer.id_to_token(wrong)))
         raise InvalidArgument(
-            f"{name}: the token {token} is {wrong}, and the model has tokens up to {most} "
-            "(config.json: vocab_size)"
+            f"{name}: the token {token} has the id {wrong}, but the model's largest token is "
+            f"{most} (config.json: vocab_size)"
         )
 
 
@@ -337,7 +338,8 @@ def merged_parameters(request: Request, given: Mapping[str, Any]) -> tuple[dict[
         if name in given:
             found[name] = given[name]
     if "messages" in given:
-        found.setdefault("add_special_tokens", False)  # the template writes them
+        # A chat template writes the special tokens itself.
+        found.setdefault("add_special_tokens", False)
     echoes = found.get("echo") in (True, "true")
     if found.get("exclude_input_in_output") is not None:
         echoes = False

@@ -33,13 +33,12 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import Cancelled, InvalidArgument, suggestion
+from shmserve.ipc.class_source import USUAL_CLASS, source_positions
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
     MAX_STREAMS,
-    USUAL_CLASS,
     ModelSpec,
     TensorSpec,
-    source_positions,
 )
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
@@ -60,7 +59,7 @@ _DEFAULT_MAX_STREAMS = 64
 
 
 class NativeBackend(Backend):
-    """An object of the model's class."""
+    """The backend of one object of the model's class."""
 
     device_inputs = True
 
@@ -84,8 +83,8 @@ class NativeBackend(Backend):
         own, given = declaration.parameters(model), config.get("parameters") or {}
         if ENVIRONMENT in own and ENVIRONMENT not in given:
             raise InvalidArgument(
-                f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is read "
-                "before it is executed: write it into the body of the class as a string"
+                f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
+                "parsed before it is executed; write it into the body of the class as a string"
             )
         completed["parameters"] = {**own, **given}
         inputs, outputs = declaration.as_config(predict)
@@ -258,8 +257,8 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
         lost = sorted(required - set(specs))
         if lost:
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' takes '{lost[0]}', which is no {what} of "
-                "the configuration"
+                f"'predict' of model '{signature.name}' has '{lost[0]}', which is not an {what} "
+                "of the configuration"
             )
 
 
@@ -269,7 +268,7 @@ Respond = Callable[[Request, Any], Response]
 
 
 class GeneratorStreams:
-    """The iterators that `predict` returns for one request each.
+    """The running iterators, each returned by `predict` for one request.
 
     `respond(request, yielded)` returns the response for a yielded value.
     """
@@ -295,7 +294,7 @@ class GeneratorStreams:
         self._begin(stream, inputs)
 
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Start a request that has a free place."""
+        """Start a request that has one of the free places."""
         try:
             with inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
@@ -314,7 +313,7 @@ class GeneratorStreams:
             self._free_place()
 
     def _free_place(self) -> None:
-        """Pass a free place to the next request in the queue."""
+        """Pass the free place of an ended request to the next request in the queue."""
         with self._lock:
             if not self._waiting:
                 self._free_slots += 1
@@ -342,7 +341,7 @@ class GeneratorStreams:
 
     def _end(self, stream: ResponseStream) -> None:
         if stream.is_cancelled():
-            stream.fail(_CANCELLED)  # ignored if the stream has ended
+            stream.fail(_CANCELLED)  # `fail` is ignored if the stream has ended
         self._free_place()
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
@@ -368,7 +367,7 @@ class GeneratorStreams:
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
         loop = asyncio.get_running_loop()
-        with _responding(stream):  # in the context of this stream's task
+        with _responding(stream):  # this code runs in the context of the stream's task
             try:
                 async for yielded in iterator:
                     response = self._respond(stream.request, yielded)

@@ -229,10 +229,10 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model to call.
+    """A loaded model: a callable, and the description of its arguments.
 
     Attributes:
-        arguments: None if they are unknown.
+        arguments: The arguments; None if they are unknown.
         single_dict: Whether it takes all inputs as one dict.
         module: The module with the weights.
     """
@@ -253,8 +253,9 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"cannot be read: {in_words(error)}"
-        if type(error).__name__ == "UnpicklingError":  # a type of pickle
-            what = "holds objects that are no tensors"
+        # The error class is defined in the module pickle.
+        if type(error).__name__ == "UnpicklingError":
+            what = "contains objects that are not tensors"
         raise InvalidArgument(f"'{path.name}' {what}") from error
 
 
@@ -291,7 +292,7 @@ def load_script(path: Path, device: Device) -> Program:
             count = len(kind.elements())
         elif isinstance(kind, torch._C.TensorType):
             count = 1
-        elif _is_strings(kind):  # a single output, not a list of outputs
+        elif _is_strings(kind):  # a list of strings is a single output, not a list of outputs
             call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
     return Program(call, None if single_dict else arguments, count, single_dict, module=module)
 
@@ -520,7 +521,7 @@ def check(
     """Check a configuration against an exported program.
 
     Raises:
-        InvalidArgument: The configuration promises what the program cannot do.
+        InvalidArgument: The configuration contradicts the program.
     """
     flat = any(spec.ragged for spec in signature.inputs.values())
     most = 0 if flat else signature.max_batch_size
@@ -543,7 +544,7 @@ def check(
                 f"{TO_CONFIG[spec.datatype]}, but its program takes {TO_CONFIG[tensor.datatype]}"
             )
         if spec.ragged:
-            continue  # any number of dimensions
+            continue  # the output may have any number of dimensions
         if fits_scalar(spec, tensor) and most == 0:
             continue
         dims = spec.model_dims

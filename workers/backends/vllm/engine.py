@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FILE = "model.json"
 # Arguments of vLLM's server; the others are arguments of its engine.
 _OF_SERVER = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
-_TOOLS = "tool_call_parser"  # of the server, too
+_TOOLS = "tool_call_parser"  # also an argument of vLLM's server
 # Arguments without effect, which repositories for Triton have.
 _PLAIN_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_tool_choice")
 # Defaults of environment variables. Processes are not forked, because this one has threads.
@@ -33,7 +33,7 @@ _PROMPTS = ("text_input", "input_ids", "messages")
 # Parameters that are read elsewhere, or have no effect.
 _PLAIN = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
-_UNLIMITED = 1 << 24  # tokens, in chats without a limit
+_UNLIMITED = 1 << 24  # number of tokens in chats without a limit
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Arguments:
         for name in self.engine:
             if name not in known:
                 near = suggestion(name, known)
-                raise InvalidArgument(f"{FILE}: {name} is no argument of vLLM's engine{near}")
+                raise InvalidArgument(f"{FILE}: {name} is not an argument of vLLM's engine{near}")
         return AsyncEngineArgs(**self.engine)
 
     def max_model_len(self) -> int:
@@ -105,7 +105,7 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidArgument(f"{path.name}: it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise InvalidArgument(f"{path.name}: found {clip(repr(found))}, allowed is an object")
+        raise InvalidArgument(f"{path.name}: expected an object, found {clip(repr(found))}")
     return found
 
 
@@ -267,7 +267,7 @@ class VllmEngine:
         named = [name for name in _PROMPTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
-            raise InvalidArgument(f"the prompt is one of {', '.join(_PROMPTS)}: {found} is given")
+            raise InvalidArgument(f"exactly one of {', '.join(_PROMPTS)} is required, got {found}")
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in self._adapters:
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
@@ -330,7 +330,7 @@ class VllmEngine:
                 request, prompt_input=text, prompt_embeds=None
             )
         else:
-            raise InvalidArgument(f"task: {clip(repr(task))} has no input, or is not known")
+            raise InvalidArgument(f"task: {clip(repr(task))} is unknown, or its input is missing")
         tokens = prompt["prompt_token_ids"]
         strings = self._tokenizer.convert_ids_to_tokens(tokens)
         return {"token_ids": tokens, "text_output": [orjson.dumps(strings)]}
@@ -389,14 +389,14 @@ class VllmEngine:
 
 
 def _parsed(kind: Any, body: dict[str, Any]) -> Any:
-    """Return a request of vLLM's API; a field that it does not know is refused."""
+    """Return a request of vLLM's API; a field that vLLM does not support is refused."""
     body = {name: each for name, each in body.items() if name not in _PLAIN}
     for name in body:
         if name not in kind.model_fields:
             near = suggestion(name, kind.model_fields)
-            raise InvalidArgument(f"{name}: it is refused: vLLM does not know it{near}")
+            raise InvalidArgument(f"{name}: vLLM has no such parameter{near}")
     if body.get("use_beam_search"):
-        raise InvalidArgument("use_beam_search: True is refused: it is not supported")
+        raise InvalidArgument("use_beam_search: it is not supported")
     return kind.model_validate(body)
 
 

@@ -1,4 +1,4 @@
-"""The sums of what a sequence has sent, its state kept by the model."""
+"""A stateful model that returns the running sum of a sequence."""
 
 import triton_python_backend_utils as pb_utils
 

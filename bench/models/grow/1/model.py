@@ -1,11 +1,11 @@
-"""Makes 1 MiB of a number: the first step of the benchmark's ensemble."""
+"""The first step of the benchmark's ensemble, which makes 1 MiB from a number."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUTPUT0 is INPUT0, 262,144 times."""
+    """A model whose OUTPUT0 is INPUT0 repeated 262,144 times."""
 
     def execute(self, requests):
         """Return one response per request, in order."""

@@ -1,10 +1,10 @@
-"""Returns its input: the large-tensor model of the benchmark."""
+"""The large-tensor model of the benchmark, which returns its input."""
 
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUTPUT0 = INPUT0, request by request."""
+    """A model with OUTPUT0 = INPUT0 for each request."""
 
     def execute(self, requests):
         """Return one response per request, in order."""

@@ -1,10 +1,10 @@
-"""Returns its 1 MiB: the middle step of the benchmark's ensemble."""
+"""The middle step of the benchmark's ensemble, which returns its 1 MiB input."""
 
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUTPUT0 = INPUT0, request by request."""
+    """A model with OUTPUT0 = INPUT0 for each request."""
 
     def execute(self, requests):
         """Return one response per request, in order."""

@@ -1,4 +1,4 @@
-"""Sends as many responses of 16 bytes as it is asked for: the decoupled model of the benchmark."""
+"""The decoupled model of the benchmark, which sends the requested number of 16-byte responses."""
 
 import threading
 
@@ -7,7 +7,10 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUT of response n is four times n, for n below COUNT; a thread for each request."""
+    """A model that sends COUNT responses: OUT of response n repeats n four times.
+
+    Each request has a thread.
+    """
 
     def execute(self, requests):
         """Begin to respond to each request."""
@@ -18,7 +21,7 @@ class TritonPythonModel:
 
 
 def repeat(sender, count):
-    """Send `count` responses, the last with the end."""
+    """Send `count` responses, the last one with the final flag."""
     for n in range(count):
         out = pb_utils.Tensor("OUT", np.full(4, n, np.int32))
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if n + 1 == count else 0

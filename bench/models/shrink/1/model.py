@@ -1,10 +1,10 @@
-"""Makes a number of 1 MiB: the last step of the benchmark's ensemble."""
+"""The last step of the benchmark's ensemble, which makes a number from 1 MiB."""
 
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUTPUT0 is the last element of INPUT0."""
+    """A model whose OUTPUT0 is the last element of INPUT0."""
 
     def execute(self, requests):
         """Return one response per request, in order."""

@@ -1,10 +1,10 @@
-"""Adds and subtracts two int32 vectors: the small-tensor model of the benchmark."""
+"""The small-tensor model of the benchmark, which adds and subtracts two int32 vectors."""
 
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUTPUT0 = INPUT0 + INPUT1, OUTPUT1 = INPUT0 - INPUT1, request by request."""
+    """A model with OUTPUT0 = INPUT0 + INPUT1 and OUTPUT1 = INPUT0 - INPUT1 for each request."""
 
     def execute(self, requests):
         """Return one response per request, in order."""

@@ -1,4 +1,4 @@
-"""Calls: their interface for handlers, and their form on the wire.
+"""gRPC calls: their interface for handlers, and their encoding.
 
 call.py        unary calls and streaming calls, and the interface of connections
 headers.py     the head of a call (method, deadline, metadata, encodings), and its status

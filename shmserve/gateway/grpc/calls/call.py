@@ -56,7 +56,7 @@ from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
 
-_READ = 64 * 1024  # bytes
+_READ = 64 * 1024  # initial size of the read buffer in bytes
 # The header blocks of responses, which have the same bytes for every client.
 _FIELDS = (
     (b"content-type", b"application/grpc"),
@@ -100,12 +100,12 @@ class GrpcFront:
 
 
 class Carrier(Protocol):
-    """The connection of a call."""
+    """The interface of the connection that carries a call."""
 
     front: GrpcFront
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
-    guarded: bool  # Calls of this client need authorisation.
+    guarded: bool  # whether calls of this client need authorisation
     http2: Http2Connection[CallHead]
 
     def flush(self) -> None:
@@ -122,7 +122,7 @@ class Carrier(Protocol):
 
 
 def response_start(http_status: int) -> bytes:
-    """Return the start of the only header block of a response without messages."""
+    """Return the beginning of the header block of a response that has no messages."""
     if http_status == 200:
         return _HEAD
     return encode(((b":status", str(http_status).encode()), *_FIELDS))
@@ -140,7 +140,7 @@ def trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
 
 
 class GrpcCall(ABC):
-    """A call of a client.
+    """A client's call, the base class of unary and streaming calls.
 
     Attributes:
         delays_drain: Whether a drain waits for the end of the call.
@@ -150,7 +150,7 @@ class GrpcCall(ABC):
     """
 
     delays_drain: ClassVar[bool]
-    _window_share: ClassVar[float]  # the part of the window for one message
+    _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
         *("_stream", "_timer", "client", "done", "head", "on_disconnect", "on_ended"),
@@ -169,7 +169,7 @@ class GrpcCall(ABC):
         self.on_ended: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
         self._arriving: ArrivingMessage | None = None
-        self._begun = False  # The head of the response is sent.
+        self._begun = False  # whether the head of the response is sent
         self._compression: str | None = None
         self._ends = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -227,7 +227,7 @@ class GrpcCall(ABC):
                 self._half_closed()
         except BrokenMessage as broken:
             self.fail(*broken.ending)
-        except ShmserveError as error:  # out of memory
+        except ShmserveError as error:  # the memory for messages is exhausted
             self.fail(StatusCode.UNAVAILABLE, error.message)
         except Exception:
             logger.exception("a call failed")
@@ -242,7 +242,10 @@ class GrpcCall(ABC):
         self._take_messages(assembly, len(piece))
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
+        """Return the memory that the next bytes are received into, at most `most` bytes.
+
+        Return None if it is unknown.
+        """
         assembly = self._assembly
         return None if assembly is None or self.done else assembly.next_buffer(most)
 
@@ -330,7 +333,7 @@ class GrpcCall(ABC):
     # --- for subclasses
 
     def _is_queue_full(self) -> bool:
-        """Return whether so many messages are unread that further ones are taken later."""
+        """Return whether the queue of unread messages is full, which delays further ones."""
         return False
 
     @abstractmethod
@@ -366,7 +369,7 @@ class UnaryCall(GrpcCall):
     """
 
     delays_drain = True
-    _window_share = 3 / 4  # Padding may use the rest.
+    _window_share = 3 / 4  # padding may use the remaining quarter
     __slots__ = ("_has_message", "_task", "on_message")
 
     def __init__(
@@ -458,7 +461,7 @@ class StreamingCall(GrpcCall):
     """
 
     delays_drain = False
-    _window_share = 1 / 2  # Earlier messages may use the other half.
+    _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
         *("_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue", "_task"),
         "_write_waiter",
@@ -469,8 +472,8 @@ class StreamingCall(GrpcCall):
     ) -> None:
         super().__init__(connection, stream, head, sinks)
         self._queue: deque[Received] = deque()
-        self._has_unparsed_data = False  # Received data may contain more messages.
-        self._closed = False  # The client has half-closed the stream.
+        self._has_unparsed_data = False  # whether received data may contain more messages
+        self._closed = False  # whether the client has half-closed the stream
         self._message_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
         self._consumed = 0  # bytes that were read since the last window update
@@ -557,7 +560,7 @@ class StreamingCall(GrpcCall):
         if self._assembly is not None:
             try:
                 self._take_messages(self._assembly, 0)
-            except ShmserveError as error:  # out of memory
+            except ShmserveError as error:  # the memory for messages is exhausted
                 raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
 
     def _received(self, message: Received) -> None:

@@ -41,7 +41,7 @@ DONE: Ending = (StatusCode.OK, "", ())
 INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
 # The status of calls whose request is missing, late or malformed.
 REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as in Triton
+MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # the error text is Triton's
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
@@ -57,7 +57,7 @@ _STATUS = {
     "UNAVAILABLE": StatusCode.UNAVAILABLE,
     "INTERNAL": StatusCode.INTERNAL,
 }
-_MOST_DETAILS = 7000  # bytes of the percent-encoded details
+_MOST_DETAILS = 7000  # maximum size of the percent-encoded details in bytes
 _WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -70,7 +70,7 @@ _is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
 _STRICT = (b"triton_grpc_error", b"true")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _LONGEST_S = 1e9
-_LONGEST_TIMEOUT = 30  # digits
+_LONGEST_TIMEOUT = 30  # maximum number of digits of a timeout
 _LONGEST_NAME = 64  # characters of an unknown encoding's name in an error
 
 
@@ -184,8 +184,9 @@ def percent_encoded(text: str) -> bytes:
 
 
 def _fitting(text: str) -> str:
-    """Return the text, shortened so that clients accept the trailers, which may have 8 KB."""
-    if len(text) * 12 <= _MOST_DETAILS:  # four bytes a character, each written as %XX
+    """Return the text, shortened so that the trailers fit into the 8 KB that clients accept."""
+    # Each character has at most four bytes, each written as %XX.
+    if len(text) * 12 <= _MOST_DETAILS:
         return text
     size = 0
     for at, char in enumerate(text):

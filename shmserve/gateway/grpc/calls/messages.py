@@ -21,14 +21,14 @@ from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
-LARGE = 64 * 1024  # bytes of a message that is received into its final memory if possible
+LARGE = 64 * 1024  # messages of at least this size are received into their final memory if possible
 PREFIX = struct.Struct(">BI")
 
 _NOTHING = memoryview(b"")
 
 
 class BrokenMessage(Exception):
-    """An error about received data; `ending` is the status of the call."""
+    """The error for data that is not a valid message; `ending` is the status of the call."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
@@ -102,14 +102,14 @@ class Assembly:
         self.sink: RequestSink[ArrivingRequest] | None = None
         self._piece = _NOTHING  # received data, of which `_position` bytes are consumed
         self._position = 0
-        self._copied = True  # The piece was copied out of the read buffer.
+        self._copied = True  # whether the piece was copied out of the read buffer
         self._later = bytearray()  # data that was received after the piece
         self._prefix = b""
         self._size = 0
         self._message = bytearray()  # the received part of a message without a sink
         self._compressed = False
-        self.missing = 0  # bytes of the incomplete message
-        self.extra = 0  # bytes of the message beyond the window
+        self.missing = 0  # bytes that the incomplete message lacks
+        self.extra = 0  # bytes of the message that were permitted beyond the window
 
     @property
     def begun(self) -> int:
@@ -117,7 +117,10 @@ class Assembly:
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
+        """Return the memory that the next bytes are received into, at most `most` bytes.
+
+        Return None if it is unknown.
+        """
         if self.sink is None or self._position < len(self._piece) or self._later:
             return None
         return self.sink.next_buffer(min(most, self.missing))
@@ -233,12 +236,12 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
 
 
 def framed(data: bytes) -> tuple[bytes, bytes]:
-    """Return the framed message."""
+    """Return a message with gRPC's prefix, as prefix and content."""
     return PREFIX.pack(0, len(data)), data
 
 
 class Deflater:
-    """The compression of responses, with a level of zlib."""
+    """The compressor of responses, with a zlib compression level."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -248,12 +251,12 @@ class Deflater:
         return next((name for name in WBITS if name in accepts), None)
 
     def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return the framed message, compressed if that is shorter."""
+        """Return a message with gRPC's prefix, compressed if that is shorter."""
         stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
         return _shorter(data, stream.compress(data) + stream.flush())
 
     async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return the framed message, compressed in several turns of the event loop."""
+        """Return a message with gRPC's prefix, compressed in several turns of the event loop."""
         stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)

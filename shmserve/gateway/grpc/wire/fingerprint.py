@@ -38,9 +38,9 @@ _MOST_KNOWN = 1024
 
 # Tags of the fields of a request.
 ID, PARAMETER = 0x1A, 0x22
-RAW_INPUT = 0x3A  # field 7, length-delimited
-EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # fields 1 to 6
-MOST_SHIFT = 28  # bits: the length of a field has at most five bytes
+RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
+EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # the tags of fields 1 to 6
+MOST_SHIFT = 28  # in bits: a length has at most five bytes of seven bits
 _MOST_BYTES = INLINE_LIMIT + 4096
 _LONGEST_HEAD = 2048
 
@@ -73,7 +73,7 @@ def split(raw: bytes) -> Split | None:
     contents: list[bytes] = []
     ids: list[bytes] = []
     sequence: list[bytes] = []
-    head: list[bytes] = []  # the parts of the head that are not cut out
+    head: list[bytes] = []  # the kept parts of the head
     kept_from = at = head_end = 0
     end = len(raw)
     while at < end:
@@ -116,7 +116,10 @@ def split(raw: bytes) -> Split | None:
 
 
 def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
-    """Return the identity in these fields, of which the last one counts; None for other fields."""
+    """Return the request id and sequence position in these serialised fields.
+
+    Of repeated fields the last one counts. Return None if a field is not one of these.
+    """
     correlation_id: int | str | None = 0
     flags = 0
     for entry in parameters:
@@ -137,7 +140,7 @@ def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdenti
 
 
 def _value(value: bytes) -> int | str | None:
-    """Return the integer or string in an InferParameter with its size; None for other values."""
+    """Return the integer or string in a serialised InferParameter; None for other values."""
     if len(value) < 3 or value[0] != len(value) - 1:
         return None
     if value[1] == _INT64:
@@ -187,7 +190,7 @@ class PreparedRequests:
     def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MOST_KNOWN)
-        # By the size of the message.
+        # Layouts by the size of the message.
         self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)
         self._layout_count = 0  # an upper bound of the number of templates in all layouts
 

@@ -213,7 +213,7 @@ def _packed(contents: InferTensorContents) -> bytes:
     contents.DiscardUnknownFields()
     serialized = contents.SerializeToString()
     size = shift = 0
-    for at in range(1, len(serialized)):  # after the tag, which is one byte
+    for at in range(1, len(serialized)):  # from 1, because the tag is one byte
         size |= (serialized[at] & 127) << shift
         shift += 7
         if serialized[at] < 128:
@@ -279,11 +279,11 @@ A = TypeVar("A", bound=ArrivingTensors)
 
 
 class RequestSink(Generic[A]):
-    """The destination of one message.
+    """The receiver of one large message, which writes its tensors into their final memory.
 
     Args:
         find: Returns the tensors of the request with this head, given the size of the first
-            tensor; None if the message has to be collected as a whole.
+        tensor; None if the message has to be collected as a whole.
     """
 
     def __init__(self, find: Callable[[bytes, int], A | None]) -> None:
@@ -295,7 +295,10 @@ class RequestSink(Generic[A]):
         self._whole_message: list[bytes] | None = None  # the message, if it is collected as a whole
 
     def next_buffer(self, most: int) -> memoryview | None:
-        """Return the memory where the next bytes belong, at most `most` bytes; None if unknown."""
+        """Return the memory that the next bytes are received into, at most `most` bytes.
+
+        Return None if it is unknown.
+        """
         return None if self._tensors is None else self._tensors.next_buffer(most)
 
     def feed(self, piece: memoryview) -> None:
@@ -313,7 +316,11 @@ class RequestSink(Generic[A]):
             at += size - self._read_fields()
 
     def _read_fields(self) -> int:
-        """Read the collected fields; return the number of surplus bytes at the end."""
+        """Parse the tags and lengths in the collected bytes.
+
+        Returns:
+            The number of surplus bytes at the end.
+        """
         head = self._head
         while self._at < len(head):
             tag = head[self._at]
@@ -334,7 +341,7 @@ class RequestSink(Generic[A]):
         return 0
 
     def _begin(self, size: int) -> None:
-        """Begin a tensor of this size."""
+        """Begin to receive a tensor of this size."""
         if self._tensors is None:
             self._tensors = self._find(bytes(self._head[: self._at]), size)
         if self._tensors is None or not self._tensors.begin(size):
@@ -355,7 +362,10 @@ class RequestSink(Generic[A]):
         self._whole_message = pieces
 
     def whole(self) -> bytes | A:
-        """Return the message once it is complete: the tensors, or its bytes."""
+        """Return the complete message.
+
+        The result is the request with its received tensors, or the collected bytes.
+        """
         tensors = self._tensors
         if self._whole_message is None:
             if tensors is not None and tensors.complete and not self._head:
@@ -372,7 +382,11 @@ class RequestSink(Generic[A]):
 
 
 def _length(data: bytearray, at: int) -> tuple[int, int]:
-    """Return the length at `at`, and the position behind it, or `_MORE` or `_BROKEN`."""
+    """Decode the varint length at position `at`.
+
+    Returns:
+        The length and the position behind it, or `_MORE` or `_BROKEN`.
+    """
     size = shift = 0
     while at < len(data):
         byte = data[at]

@@ -21,12 +21,12 @@ from shmserve.proto.grpc_service_pb2 import (
     ModelStreamInferResponse,
 )
 
-LARGEST_MESSAGE = 2**31 - 1  # the limit of protobuf and gRPC
+LARGEST_MESSAGE = 2**31 - 1  # maximum message size of protobuf and gRPC
 
-_ID = b"\x1a"  # field 3, length-delimited
-_RAW_OUTPUT = b"\x32"  # field 6
-_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # the contents of an output in a region
-_INFER_RESPONSE = b"\x12"  # field 2 of ModelStreamInferResponse
+_ID = b"\x1a"  # the tag of field 3, length-delimited
+_RAW_OUTPUT = b"\x32"  # the tag of field 6
+_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # the field of an output in a region, without contents
+_INFER_RESPONSE = b"\x12"  # the tag of field 2 of ModelStreamInferResponse
 _MOST_HEADS = 256
 
 
@@ -64,7 +64,7 @@ class GrpcResponseTemplate:
             try:
                 if list(map(len, data)) == self._sizes:
                     tail = self._form % tuple(data)
-            except TypeError:  # The data is a range, or missing.
+            except TypeError:  # the data is a memory range, or missing
                 return None
         elif len(data) == self._count:
             tail = self._empty or self._contents(data)
@@ -191,7 +191,8 @@ def set_parameter(parameter: InferParameter, value: Any) -> None:
 _FINAL = "triton_final_response"
 FINAL = _parameters({_FINAL: True})
 _NOT_FINAL = _parameters({_FINAL: False})
-_NO_MESSAGE = "<EMPTY MESSAGE>"  # clients take an empty message for success
+# Used for an empty error text, because clients take an empty message for success.
+_NO_MESSAGE = "<EMPTY MESSAGE>"
 
 
 def streamed(response: bytes, *, final: bool = True) -> bytes:

@@ -169,13 +169,13 @@ def store_template(
     confirmed = not arrays or _are_tensors(fingerprint.key[0], arrays)
     if len(cached.packers) == len(inputs) == arrays and confirmed:
         for tensor in inputs:
-            tensor.data = None  # later requests have other values
+            tensor.data = None  # cleared, because later requests have other values
         cache.store(fingerprint.key, cached)
 
 
 def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
     """Return whether exactly the data of the inputs was cut out of `kept_parts`, in their order."""
-    token = secrets.token_hex(16)  # so that no string of the client can represent a cut
+    token = secrets.token_hex(16)  # random, so that no string of the client can represent a cut
     marks = [f"{token}{number}" for number in range(arrays)]
     whole = kept_parts
     for mark in marks:
@@ -183,6 +183,6 @@ def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
     try:
         header = orjson.loads(whole)
     except orjson.JSONDecodeError:
-        return False  # the parser of requests accepts more than this parser
+        return False  # orjson rejects some texts that the parser of requests accepts
     datas = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]
     return datas == [[mark] for mark in marks]

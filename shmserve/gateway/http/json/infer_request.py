@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
 
-_MOST_DIMS = 1024  # dimensions of one input
+_MOST_DIMS = 1024  # maximum number of dimensions of an input
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -102,7 +102,8 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         outputs = member_array(header, "outputs")
         check_number(outputs, "outputs")
         request.outputs = [_output(raw) for raw in outputs]
-    for holder in (header, *inputs[:1], *outputs[:1]):  # clients write all inputs alike
+    # The first input and output are enough, because clients write all of them alike.
+    for holder in (header, *inputs[:1], *outputs[:1]):
         _warn_of_misspelt(holder)
     return request
 
@@ -116,7 +117,9 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
         if likely not in _warned_of:
             _warned_of.add(likely)
             logger.warning(
-                "a request's '%s' is unknown; did its client mean '%s'?", clip(name), likely
+                "a request has the unknown field '%s'; did its client mean '%s'?",
+                clip(name),
+                likely,
             )
 
 
@@ -135,7 +138,7 @@ def tensor_bytes(tensor: InferInput) -> bytes:
     """
     data = tensor.data
     if type(data) is bytes:
-        return data  # a large array, which was decoded earlier
+        return data  # a large array was decoded earlier
     if not tensor.count:
         return b""
     if type(data) is not list:
@@ -160,7 +163,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     shape = member_array(raw, "shape")
     if len(shape) > _MOST_DIMS:
         raise InvalidArgument(
-            f"input '{name}' may have {_MOST_DIMS} dimensions at most, it has {len(shape)}"
+            f"input '{name}' may have at most {_MOST_DIMS} dimensions, got {len(shape)}"
         )
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
@@ -168,7 +171,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     count = element_count(shape)
     if item is None:
         raise InvalidArgument(
-            f"invalid datatype for input {name} ('{clip(datatype)}'; there are: "
+            f"invalid datatype for input {name} ('{clip(datatype)}'; allowed: "
             f"{', '.join(ITEM_SIZE)})"
         )
     if count * (item or 1) > LARGEST or count == 0:
@@ -240,7 +243,7 @@ def _classes(value: Any) -> int:
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
         )
-    return value & 0xFFFF_FFFF  # as in Triton; 0 means no classification
+    return value & 0xFFFF_FFFF  # the lower 32 bits, as in Triton; 0 means no classification
 
 
 def _take_parameters(request: InferRequest, raw: Any) -> None:
@@ -300,6 +303,6 @@ def parameter_value(key: str, value: Any) -> str | int | float | bool:
             f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
         )
     if type(value) is int and value > LARGEST:
-        return float(value)  # beyond int64
+        return float(value)  # integers beyond int64 become floats
     checked: str | int | float | bool = value
     return checked

@@ -12,8 +12,8 @@ from shmserve.gateway.http.json import tensors
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.inference import Inferred, tensor_schema
 
-_CUT = b"\0"  # not part of any JSON text
-_UNKNOWN = b"null"  # the text of orjson for numbers that are not finite
+_CUT = b"\0"  # a byte that no JSON text contains
+_UNKNOWN = b"null"  # orjson's text for numbers that are not finite
 
 
 class SentOutput(NamedTuple):

@@ -51,13 +51,13 @@ _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
 
 
 class JsonFault(Internal):
-    """An error in the JSON of a client, for which Triton responds with 500."""
+    """The error for a client's invalid JSON, to which Triton responds with status 500."""
 
     server_fault = False
 
 
 class DuplicateKey(InvalidArgument):
-    """An error about a key that occurs twice in an object of a client's JSON."""
+    """The error for a key that occurs twice in an object of a client's JSON."""
 
     def __init__(self, fault: DoubledName) -> None:
         super().__init__(f"{_UNREADABLE}{fault}")
@@ -131,7 +131,7 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         value = json.loads(
             with_infinity, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
         )
-        orjson.dumps(value)  # half a surrogate pair is not text
+        orjson.dumps(value)  # raises for a half surrogate pair, which is not text
     except DoubledName as found:
         raise DuplicateKey(found) from None
     except json.JSONDecodeError as error:
@@ -184,7 +184,7 @@ def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
 def missing(field: str, holder: Any) -> JsonFault:
     """Return the error for a missing member, with the misspelt member of `holder`, if any."""
     hint = "".join(
-        f"; did you mean it by '{clip(name)}'?"
+        f"; did you misspell it as '{clip(name)}'?"
         for name, likely in misspelt(holder)
         if likely == field
     )
@@ -369,7 +369,7 @@ def _insert_numbers(header: Any, cuts: dict[str, Numbers]) -> None:
         if type(data) is str and data in cuts:
             tensor["data"] = cuts.pop(data)
     if cuts:
-        raise JsonFault("a large 'data' array stands outside of 'inputs'")
+        raise JsonFault("a large 'data' array is outside of 'inputs'")
 
 
 def _arrays(body: bytes) -> Iterator[tuple[int, int]]:
@@ -380,7 +380,7 @@ def _arrays(body: bytes) -> Iterator[tuple[int, int]]:
         key, start = found.start(), found.start(1)
         at = found.end()
         if body[key - 1 : key] == b"\\":
-            continue  # The key is a part of a string.
+            continue  # the key is inside a string
         # The array ends before the next quote or brace.
         stop = body.find(b'"', at)
         stop = len(body) if stop < 0 else stop

@@ -1,8 +1,8 @@
-"""The check of large bodies for texts that are too long, in a process of its own.
+"""The check of large bodies for prompts that are too long, in a separate process.
 
-To parse a body of 64 MiB takes a second, in which no other request of the gateway would be served.
-A body above `LARGE` is therefore first sent to a process that finds prompts that no model takes,
-other large fields, and faults of the JSON.
+Parsing a body of 64 MiB takes a second, in which the gateway would serve no other request. A body
+above `LARGE` is therefore first sent to a process. It finds prompts that are too long for every
+model, other large fields, and JSON errors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-_MOST_OTHER_BYTES = 2 * LARGE  # bytes of all other fields, which the gateway parses in 20 ms
-_BYTES_A_TOKEN = 128  # the maximum average
+# Maximum bytes of all other fields, which the gateway parses in 20 ms.
+_MOST_OTHER_BYTES = 2 * LARGE
+_BYTES_A_TOKEN = 128  # maximum average bytes of a token
 _CODE = f"from {__name__} import main; main()"
 _PIECE = 1 << 16
 _FAULT = 65  # the exit status for a body that is not JSON
@@ -76,7 +77,7 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     other_sizes = {name: len(orjson.dumps(fields[name])) for name in fields if name not in _PROMPTS}
     if sum(other_sizes.values()) > _MOST_OTHER_BYTES:
         name = max(other_sizes, key=lambda name: other_sizes[name])
-        return f"{clip(name)}: {other_sizes[name]} bytes are above {_MOST_OTHER_BYTES}"
+        return f"{clip(name)}: {other_sizes[name]} bytes exceed the limit of {_MOST_OTHER_BYTES}"
     if fields.get("truncate_prompt_tokens") is not None:
         return ""
     for name in _PROMPTS:
@@ -91,12 +92,12 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
             size = len(orjson.dumps(prompt)) if text else len(prompt or ())
             if size > limit:
                 unit = "bytes" if text else "tokens"
-                return f"{name}: {PROMPT_TOO_LONG}: {size} {unit} are above {limit}"
+                return f"{name}: {PROMPT_TOO_LONG}: {size} {unit} exceed the limit of {limit}"
     return ""
 
 
 def main() -> None:
-    """Check the body on the standard input."""
+    """Check the body on the standard input, and print the error."""
     os.nice(10)
     try:
         body = loads(sys.stdin.buffer.read())

@@ -26,7 +26,8 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
 # The number of values that are encoded at a time, which takes about a millisecond.
 _STEP = 32 * 1024
-_MOST_IN_ONE_TURN = 64 * 1024  # bytes
+# Larger tensors in bytes are encoded in several turns of the event loop.
+_MOST_IN_ONE_TURN = 64 * 1024
 
 _CODE = {
     "UINT8": "B",

@@ -71,8 +71,8 @@ def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
     only = only_generative_model(gateway, unloaded)
     if not only:
         raise NotFound(
-            f"'{name}' is a name of the only model that generates text, and there are none or "
-            f"several (--served-model-name=MODEL={name} names one)"
+            f"'{name}' is the name of the only model that generates text, but there is not "
+            f"exactly one; set --served-model-name=MODEL={name}"
         )
     return only
 
@@ -111,17 +111,18 @@ def response_name(gateway: Gateway, model: str) -> str:
 MESSAGE = "message"
 
 _OUTPUTS = (TEXT, "finish_reason", "usage")
-_STOP_REASON = "stop_reason"  # which models of other backends may lack
+_STOP_REASON = "stop_reason"  # models of other backends may lack this output
 _MOST_PROMPTS = 1024
-_UNLIMITED = 1 << 24  # tokens, which is the maximum of models
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first one counts
+_UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
+# Alternative names of the limit; the first that is present counts.
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens; with `continuous`, its chunks have those
-    of their samples, too. `details` are further outputs.
+    With `usage`, a stream ends with the numbers of tokens. With `continuous`, each chunk contains
+    its sample's number of tokens so far. `details` are further outputs.
     """
 
     model: GatewayModel
@@ -172,7 +173,7 @@ def returns_tokens(parameters: dict[str, Any]) -> bool:
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
-    count = parameters.get("logprobs")  # 0 asks for them, too
+    count = parameters.get("logprobs")  # a `logprobs` of 0 also requests the log probabilities
     return count is not None and count is not False
 
 
@@ -200,7 +201,7 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     except BodyTooLarge as error:
         raise RequestTooLarge(error.message) from None
     if type(body) is not dict:
-        raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
+        raise InvalidArgument(f"the body must be a JSON object, got {_kind(body)}")
     return body
 
 
@@ -238,7 +239,7 @@ async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "")
     """
     name = checked(body, "model", str, default)
     if not name:
-        raise InvalidArgument("model: it is missing; the name of a model is needed")
+        raise InvalidArgument("model: the name of a model is required")
     return await resolve_model(gateway, await resolve_alias(gateway, name), "")
 
 
@@ -274,7 +275,7 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     prompt = conversation(fields, variables)
     limits = [name for name in _LIMITS if name in fields] or ["max_tokens"]
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
-        raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
+        raise InvalidArgument("top_logprobs: it requires logprobs: true")
     parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **fields}
     for name in limits[1:]:
         del parameters[name]
@@ -292,16 +293,16 @@ def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
     """
     messages = checked(body, "messages", list, [])
     if not messages:
-        raise InvalidArgument("messages: there are none; a list of messages is needed")
+        raise InvalidArgument("messages: at least one message is required")
     for index, message in enumerate(messages):
         if type(message) is not dict or type(message.get("role")) is not str:
-            raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
+            raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
     chat = {"messages": messages, **variables} if variables else messages
     return tensor("messages", "BYTES", [orjson.dumps(chat).decode()])
 
 
 async def generating(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
-    """Return the model that a body names, or the default; it generates text.
+    """Return the text-generating model that a body names, or the default.
 
     Raises:
         ShmserveError: As by `model_of`.
@@ -335,7 +336,7 @@ def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:
     if len(values) > _MOST_PROMPTS:
         raise InvalidArgument(f"prompt: {len(values)} prompts are more than {_MOST_PROMPTS}")
     if not values:
-        raise InvalidArgument("prompt: the list is empty; a prompt is needed")
+        raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
     prompts = list(map(_prompt, values))
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
@@ -347,7 +348,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
-    """Raise InvalidArgument if a model never takes so many prompts at a time."""
+    """Raise InvalidArgument if a model can never process so many prompts at a time."""
     config = orjson.loads(model.config)
     engine = config.get("parameters", {}).get(PARAMETER)
     if engine is None:
@@ -369,7 +370,7 @@ def _prompt(value: Any) -> InferInput:
     if _are_tokens(value):
         return tensor("input_ids", "INT32", value)
     raise InvalidArgument(
-        f"prompt: {clip(repr(value))} is neither a text, tokens, nor a list of one of them"
+        f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
     )
 
 
@@ -386,13 +387,13 @@ _SOURCES = {"text_input": "prompt", "input_ids": "prompt"}
 
 
 class TooManyRequests(QueueFull):
-    """An error about a full queue, with the status that OpenAI's API has for it."""
+    """The error for a full queue, with the status that OpenAI's API defines for it."""
 
     status = 429
 
 
 class RequestTooLarge(InvalidArgument):
-    """An error about a body that is too large, with the status that OpenAI's API has for it."""
+    """The error for a body that is too large, with the status that OpenAI's API defines for it."""
 
     status = 413
 

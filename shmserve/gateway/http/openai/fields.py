@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Allowed(NamedTuple):
-    """The values of a field that is otherwise refused; they have no effect."""
+    """The permitted values of an unsupported field; they have no effect."""
 
     values: tuple[Any, ...]
     text: str
@@ -30,7 +30,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# --- carried out
+# --- supported fields
 
 _EVERY = frozenset({"model"})
 # Options of a generation, which the model's worker validates.
@@ -50,13 +50,13 @@ CONVERSATION = _names(
     "continue_final_message documents reasoning_effort include_reasoning"
 )
 
-# --- without effect
+# --- ignored fields
 
 _PLAIN = frozenset(WITHOUT_EFFECT) | _names(
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction"
 )
 
-# --- refused, unless the value has no effect
+# --- fields that are refused, unless the value has no effect
 
 _NONE = Allowed((), "it is not supported")
 _FALSE = Allowed((False,), "only false is supported")
@@ -66,11 +66,11 @@ _REFUSED: Mapping[str, Allowed] = {
     "suffix": Allowed(("",), "insertion before a suffix is not supported"),
     "modalities": Allowed((["text"],), 'only ["text"] is supported'),
     "verbosity": Allowed(("medium",), "only 'medium' is supported"),
-    "functions": Allowed(([],), "it is replaced by tools"),
-    "function_call": Allowed(("none",), "it is replaced by tool_choice"),
+    "functions": Allowed(([],), "use tools instead"),
+    "function_call": Allowed(("none",), "use tool_choice instead"),
     "detokenize": Allowed((True,), "only true is supported"),
     "return_tokens_as_token_ids": _FALSE,
-    "echo": _FALSE,  # A chat has no echo.
+    "echo": _FALSE,  # a chat has no echo
     "chat_template": Allowed((), "only the model's own template is supported"),
     **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
     **dict.fromkeys(
@@ -148,9 +148,9 @@ def supported_fields(
     for name in unknown:
         if refuse_unknown:
             names = unknown[name]
-            problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, names)}")
         else:
-            warn_once(logger, "field '%s' of OpenAI's API is not known and is ignored", clip(name))
+            warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:
         raise InvalidArgument("; ".join(problems))
     return found

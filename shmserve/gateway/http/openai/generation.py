@@ -59,7 +59,7 @@ class Delta(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The differences between completions and chats: prefixes of ids and names of objects."""
+    """The format of completions or of chats: prefixes of ids, and names of objects."""
 
     prefix: str
     whole: str
@@ -149,10 +149,10 @@ class _Sample:
     more: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    tokens: int = 0  # counted for `Choices.continuous`
+    tokens: int = 0  # number of tokens, counted for `Choices.continuous`
 
     def parts(self) -> dict[str, Any]:
-        """Return the reasoning and the calls."""
+        """Return the reasoning and the tool calls received so far."""
         if not self.reasoning and not self.calls:
             return {}
         return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
@@ -204,9 +204,10 @@ class Choices:
     shows_tokens: bool = True
     _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
-    _sizes: dict[int, int] = field(default_factory=dict)  # tokens of each prompt, if counted
+    # Tokens of each prompt, if they are counted.
+    _sizes: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
-    _reasoning_tokens: int | None = None  # tokens of reasoning
+    _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
     def __post_init__(self) -> None:
         self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
@@ -297,7 +298,7 @@ class Choices:
         return orjson.dumps({**head, "choices": made})
 
     def ending(self, usage: bool) -> list[bytes]:
-        """Return the end of a stream, with the numbers of tokens if they are wanted."""
+        """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
             return [_DONE]
         last = {**self._head(self.form.chunk), "choices": [], "usage": self.usage()}
@@ -326,18 +327,16 @@ class Choices:
 
 async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the continuations of prompts."""
-    body = await bodies.read(gateway, request)
-    text_request = await bodies.completion(gateway, body)
-    choices = _choices(gateway, COMPLETION, text_request)
-    return await respond(gateway, request, text_request, choices)
+    text_request = await bodies.completion(gateway, await bodies.read(gateway, request))
+    return await respond(
+        gateway, request, text_request, _choices(gateway, COMPLETION, text_request)
+    )
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the next message of a chat."""
-    body = await bodies.read(gateway, request)
-    text_request = await bodies.chat(gateway, body)
-    choices = _choices(gateway, CHAT, text_request)
-    return await respond(gateway, request, text_request, choices)
+    text_request = await bodies.chat(gateway, await bodies.read(gateway, request))
+    return await respond(gateway, request, text_request, _choices(gateway, CHAT, text_request))
 
 
 def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
@@ -348,7 +347,7 @@ def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> 
 
 
 class Rendering(Protocol):
-    """The form of a response to a request for text, whole or as a stream."""
+    """The format of a response to a request for text, complete or as a stream."""
 
     def add(self, prompt: int, delta: Delta) -> Any:
         """Add a part of a sample's text, and return its parts of the stream."""
@@ -360,7 +359,7 @@ class Rendering(Protocol):
         """Return the server-sent events for the results of `add`, one list per response."""
 
     def ending(self, usage: bool) -> list[bytes]:
-        """Return the end of a stream, with the numbers of tokens if they are wanted."""
+        """Return the end of a stream, with the numbers of tokens if they are requested."""
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the end of a stream that fails."""
@@ -387,7 +386,7 @@ async def respond(
 
 
 class _Generation:
-    """A request in flight: the responses of the model to each prompt."""
+    """An in-flight request for text: the model's responses to each prompt."""
 
     def __init__(
         self,
@@ -448,9 +447,10 @@ class _Generation:
         yield self._rendering.ending(self._text_request.usage)
 
     async def _arrived_parts(self) -> AsyncGenerator[list[list[Any]], None]:
-        """Yield what a stream has of responses to all prompts, in the order of arrival.
+        """Yield the parts of the stream for received responses to all prompts, in order of arrival.
 
-        The model would otherwise wait for the credit of a prompt that is read later.
+        Reading the prompts one after the other would leave the model waiting for the credit of
+        later prompts.
         """
         unfinished = dict(enumerate(self._queues))
         while unfinished:
@@ -503,7 +503,10 @@ class _Generation:
         return list(self._with_more(deltas, found)) if self._text_request.details else deltas
 
     def _with_more(self, deltas: list[Delta], found: dict[str, list[Any]]) -> Iterator[Delta]:
-        """Add what few requests want: tokens, the prompt's log probabilities, and messages."""
+        """Yield the deltas with members that few requests ask for.
+
+        They are tokens, the prompt's log probabilities, and messages.
+        """
         tokens, prompt = found.get("token_ids"), found.get("prompt_token_ids")
         messages = found.get(bodies.MESSAGE)
         sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None

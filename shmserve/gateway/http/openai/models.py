@@ -61,7 +61,7 @@ class Embedder(NamedTuple):
     text: str
     vector: str
     dims: tuple[int, ...]
-    most: int  # texts in a request; 0: one text, without a batch dimension
+    most: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
 
 def embeds(model: GatewayModel) -> Embedder | None:
@@ -84,7 +84,7 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
     if embedder is None:
-        raise NotFound(f"model '{model.name}' makes no embeddings of texts")
+        raise NotFound(f"model '{model.name}' does not compute embeddings of text")
     texts = _texts(body.get("input"))
     encoding = bodies.checked(body, "encoding_format", str, "float")
     if encoding not in _FORMATS:
@@ -102,7 +102,7 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    # Unknown, since the worker does not report them.
+    # The numbers are unknown, since the worker does not report them.
     usage = {"prompt_tokens": 0, "total_tokens": 0}
     name = response_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
@@ -126,9 +126,9 @@ async def _vectors(
 def _texts(value: Any) -> list[str]:
     texts = [value] if type(value) is str else value
     if type(texts) is not list or not texts or any(type(each) is not str for each in texts):
-        raise InvalidArgument(f"input: {clip(repr(value))} is neither a text nor a list of texts")
+        raise InvalidArgument(f"input: {clip(repr(value))} is not a string or a list of strings")
     if len(texts) > _MOST_TEXTS:
-        raise InvalidArgument(f"input: {len(texts)} texts are more than {_MOST_TEXTS}")
+        raise InvalidArgument(f"input: {len(texts)} strings exceed the limit of {_MOST_TEXTS}")
     return texts
 
 
@@ -164,7 +164,7 @@ async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpRe
         return json_response(_model_object(name, own, None))
     model = await resolve_model(gateway, own, "")
     if not _serves(model):
-        raise NotFound(f"model '{name}' neither generates text nor makes embeddings of it")
+        raise NotFound(f"model '{name}' neither generates text nor computes embeddings")
     return json_response(_model_object(name, own, model))
 
 
@@ -199,17 +199,18 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     with_texts = bodies.checked(fields, "return_token_strs", bool, False)
     add_special_tokens = bodies.checked(fields, "add_special_tokens", bool, not chat)
     if chat and "prompt" in fields:
-        raise InvalidArgument("prompt: either a prompt or messages are needed, and not both")
+        raise InvalidArgument("prompt: exactly one of prompt and messages is required")
     if chat:
         variables = {name: fields[name] for name in CONVERSATION & fields.keys()}
         prompt = bodies.conversation(fields, variables)
     elif "prompt" in fields:
         prompt = bodies.tensor("text_input", "BYTES", [bodies.checked(fields, "prompt", str, "")])
     else:
-        raise InvalidArgument("prompt: it is missing; a prompt or messages are needed")
+        raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
     outputs = ("token_ids", TEXT) if with_texts else ("token_ids",)
-    found = await _converted(gateway, request, model, prompt, parameters, outputs)
+    _check_converts(model)
+    found = await _infer(gateway, request, model, prompt, outputs, parameters)
     # A million tokens are encoded without a Python list.
     tokens = orjson.dumps(found["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
@@ -233,31 +234,22 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         return json_response({"prompt": ""})
     count, most = len(tokens), model.max_model_len
     if most and count > most:
-        raise InvalidArgument(f"tokens: {PROMPT_TOO_LONG}: {count} tokens are above {most}")
+        raise InvalidArgument(
+            f"tokens: {PROMPT_TOO_LONG}: {count} tokens exceed the limit of {most}"
+        )
     if min(tokens) < 0 or max(tokens) > _MOST_TOKEN:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     ids = bodies.tensor("input_ids", "INT32", tokens)
-    found = await _converted(gateway, request, model, ids, {"task": "detokenize"}, (TEXT,))
+    _check_converts(model)
+    found = await _infer(gateway, request, model, ids, (TEXT,), {"task": "detokenize"})
     return json_response({"prompt": found[TEXT].ravel()[0].decode()})
 
 
-async def _converted(
-    gateway: Gateway,
-    request: HttpRequest,
-    model: GatewayModel,
-    infer_input: InferInput,
-    parameters: dict[str, Any],
-    outputs: tuple[str, ...],
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the outputs of the model's worker, which has the tokenizer.
-
-    Raises:
-        ShmserveError: The model's error, or its backend converts no texts.
-    """
+def _check_converts(model: GatewayModel) -> None:
+    """Raise Unsupported if the model's worker, which has the tokenizer, converts no texts."""
     if not model.converts:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
-    return await _infer(gateway, request, model, infer_input, outputs, parameters)
 
 
 async def _infer(

@@ -29,7 +29,7 @@ _CHAT_MEMBERS = {
     **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
     "max_output_tokens": "max_completion_tokens",
 }
-# Members whose values other than these are refused.
+# The permitted values of members that are otherwise refused.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -38,8 +38,8 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 _REASONS = {
-    "previous_response_id": "no response is stored; the input has to contain the conversation",
-    "conversation": "no conversation is stored; the input has to contain it",
+    "previous_response_id": "responses are not stored; the input must contain the conversation",
+    "conversation": "conversations are not stored; the input must contain the conversation",
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED: Mapping[str, Any] = {
@@ -82,7 +82,7 @@ async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of the chat that a request means.
+    """Return the chat body that is equivalent to a request of the Responses API.
 
     Raises:
         InvalidArgument: A member is wrong, or not supported.
@@ -130,14 +130,14 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     given = body.get("input")
     items: Any = [{"role": "user", "content": given}] if type(given) is str else given
     if type(items) is not list or not items:
-        raise InvalidArgument("input: it is neither a text nor a list of items")
+        raise InvalidArgument("input: it is not a string or a list of items")
     messages: list[dict[str, Any]] = []
     instructions = bodies.checked(body, "instructions", str, "")
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items):
         if type(item) is not dict:
-            raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is no item")
+            raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is not an object")
         if item.get("type") == "item_reference":
             item = _stored_item(index, item.get("id"))
         _add(messages, item, f"input[{index}]")
@@ -188,7 +188,7 @@ def _content(given: Any, position: str) -> Any:
         elif kind in _TEXTS:
             texts.append(part.get("text", ""))
         else:
-            raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a text")
+            raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a string")
     return "\n".join(texts)
 
 
@@ -197,7 +197,7 @@ def _content(given: Any, position: str) -> Any:
 # The items of recent responses by their ids.
 _recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MOST_RECENT = 1024
-_LONGEST_RECENT = 1 << 16  # characters
+_LONGEST_RECENT = 1 << 16  # maximum total size of recent items in characters
 
 
 def _store_item(item: dict[str, Any], text: str) -> None:
@@ -211,8 +211,8 @@ def _stored_item(index: int, name: Any) -> dict[str, Any]:
     found = _recent_items.get(name) if type(name) is str else None
     if found is None:
         raise InvalidArgument(
-            f"input[{index}]: item {clip(repr(name))} is not stored; the input has to contain the "
-            "item itself (clients do so with store: false)"
+            f"input[{index}]: item {clip(repr(name))} is not stored; the input must contain the "
+            "item itself (clients send it with store: false)"
         )
     return found
 
@@ -229,7 +229,7 @@ class ResponseObject:
     _calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _reason: str = ""
-    _count: int = 0  # number of events
+    _count: int = 0  # number of events sent
 
     def __post_init__(self) -> None:
         self._id = f"resp_{secrets.token_hex(24)}"

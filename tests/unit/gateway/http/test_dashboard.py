@@ -177,7 +177,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
         with pytest.raises(PermissionDenied, match="pages of other origins"):
             await feed.respond(gateway, other)
         feed._viewers = 32
-        with pytest.raises(QueueFull, match="32 already watch this server"):
+        with pytest.raises(QueueFull, match="32 dashboards are already connected"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 
     run(run_dir, story)

@@ -100,12 +100,12 @@ def test_the_number_of_tensors_is_limited(noun: str) -> None:
     """A request of 60 MB has room for a million, and all others would wait for it."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
     header = {"inputs": [tensor], noun: [tensor] * 20_000}
-    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+    with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
         parse_request(header, 0, "m", LIMIT)
     message = ModelInferRequest()
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
-    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+    with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
         infer_request(message)
 
 
@@ -232,7 +232,7 @@ def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
         (
             {"datatype": None, "dtype": "FP32"},
             JsonFault,
-            "non-existing object member 'datatype'; did you mean it by 'dtype'",
+            "non-existing object member 'datatype'; did you misspell it as 'dtype'",
         ),
         ({"datatype": "INT33"}, InvalidArgument, "invalid datatype for input A"),
         ({"name": 3}, JsonFault, "Unable to parse 'name': attempt to access JSON non-string"),
@@ -253,7 +253,7 @@ def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         parse_request(one_input() | {"outputz": [], "mine": 1}, 0, "m", 4096)
     assert [record.getMessage() for record in caplog.records] == [
-        "a request's 'outputz' is unknown; did its client mean 'outputs'?"
+        "a request has the unknown field 'outputz'; did its client mean 'outputs'?"
     ]
 
 
@@ -570,10 +570,10 @@ def _names(count: int) -> list[str]:
 def test_dimensions_and_parameters_are_limited() -> None:
     """They go on to schedulers and workers, and into texts."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
-    with pytest.raises(InvalidArgument, match="'A' may have 1024 dimensions at most, it has 1025"):
+    with pytest.raises(InvalidArgument, match="'A' may have at most 1024 dimensions, got 1025"):
         parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
     parameters = dict.fromkeys(_names(16385), 1)
-    with pytest.raises(InvalidArgument, match="16384 parameters at most, this one has 16385"):
+    with pytest.raises(InvalidArgument, match="at most 16384 parameters, got 16385"):
         parse_request({"inputs": [], "parameters": parameters}, 0, "m", LIMIT)
 
 

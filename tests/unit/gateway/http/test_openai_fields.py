@@ -58,7 +58,7 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
         ({"store": True}, CHAT, "store: True is refused: only false is supported"),
         ({"store": 0}, CHAT, "store: 0 is refused"),
         ({"modalities": ["text", "audio"]}, CHAT, 'only ["text"] is supported'),
-        ({"functions": [{}]}, CHAT, "it is replaced by tools"),
+        ({"functions": [{}]}, CHAT, "use tools instead"),
         ({"echo": True}, CHAT, "echo: True is refused"),
         ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the vectors of the model"),
         ({"audio": {}, "cache_salt": "s"}, CHAT,
@@ -84,4 +84,4 @@ def test_unknown_fields_are_logged_once_or_refused(
             }
     assert [each.args for each in caplog.records] == [("nobody_knows",), ("stream_options.odd",)]
     text = refusal({"temprature": 1}, refuse=True)
-    assert text == "temprature: it is not a known field, did you mean 'temperature'?"
+    assert text == "temprature: unknown field, did you mean 'temperature'?"

@@ -19,8 +19,8 @@ LONG = "a" * (LARGE + 1)
     [
         ({"model": "m", "prompt": LONG}, "prompt: the prompt is longer"),
         ({"model": "m", "prompt": ["a", LONG]}, "prompt: the prompt is longer"),
-        ({"model": "m", "prompt": [5] * 101}, "101 tokens are above 100"),
-        ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens are above 100"),
+        ({"model": "m", "prompt": [5] * 101}, "101 tokens exceed the limit of 100"),
+        ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens exceed the limit of 100"),
         ({"model": "m", "messages": [{"role": "user", "content": LONG}]}, "messages: the prompt"),
         ({"model": "m", "input": LONG}, "input: the prompt is longer"),
         ({"model": "m", "input": [{"role": "user", "content": LONG}]}, "input: the prompt is"),
@@ -30,9 +30,18 @@ LONG = "a" * (LARGE + 1)
         ({"model": "m", "prompt": [5] * 100}, ""),
         ({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 5}, ""),
         ({"text_input": LONG, "parameters": {"truncate_prompt_tokens": 5}}, ""),
-        ({"model": "m", "prompt": "a", "stop": LONG * 2}, "stop: 2097156 bytes are above 2097152"),
-        ({"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG, LONG]}, "x: 2097161 bytes are"),
-        ({"text_input": "a", "parameters": {"x": LONG, "y": LONG + "b"}}, "y: 1048580 bytes are"),
+        (
+            {"model": "m", "prompt": "a", "stop": LONG * 2},
+            "stop: 2097156 bytes exceed the limit of 2097152",
+        ),
+        (
+            {"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG, LONG]},
+            "x: 2097161 bytes exceed",
+        ),
+        (
+            {"text_input": "a", "parameters": {"x": LONG, "y": LONG + "b"}},
+            "y: 1048580 bytes exceed",
+        ),
         ({"model": "m", "messages": [], "documents": [LONG]}, "documents: the prompt is longer"),
         ({"model": "nobody", "x": LONG * 2}, ""),
         ({"model": "vast", "prompt": LONG}, ""),
@@ -63,7 +72,7 @@ def test_another_process_parses_large_bodies() -> None:
         other.cancel()
         return found
 
-    assert "1000000 tokens are above 100" in asyncio.run(bodies_at_once())
+    assert "1000000 tokens exceed the limit of 100" in asyncio.run(bodies_at_once())
     assert max(gaps) < 0.02  # of computing: others may have the processor
 
 

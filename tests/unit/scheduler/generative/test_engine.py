@@ -220,6 +220,19 @@ def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     assert long.sequences[0].computed == 16
 
 
+@pytest.mark.parametrize(("token_ms", "computed"), [(0.1, 200), (1.0, 64)])
+def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
+    token_ms: float, computed: int
+) -> None:
+    rig = rig_of(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
+    submit(rig, [1] * 5, 20)
+    rig.turn()
+    rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
+    long = submit(rig, [2] * 200, 2)
+    rig.turn()
+    assert long.sequences[0].computed == computed
+
+
 def test_a_request_that_is_over_leaves_nothing_in_the_engine() -> None:
     rig = rig_of(speculative_decoding={"enabled": True})
     search = BeamSearch(3, 1.0, "false", [])

@@ -57,14 +57,14 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_files, (65536, 4096), OK, "65536"),
     (host.judge_files, (1024, 4096), WARNING, "512 regions"),
     (host.judge_files, (100, 4096), WRONG, "at least 256"),
-    (host.judge_tasks, -1, OK, "any number"),
+    (host.judge_tasks, -1, OK, "no limit"),
     (host.judge_tasks, 4915, OK, "4915"),
     (host.judge_tasks, 512, WARNING, "32 models"),
     (host.judge_processors, (8, None), OK, "8"),
     (host.judge_processors, (2, 1.5), OK, "2"),
     (host.judge_processors, (64, 2.0), WARNING, "a quota of 2"),
     (host.judge_tracing, 0, OK, "any process"),
-    (host.judge_tracing, 3, OK, "nobody"),
+    (host.judge_tracing, 3, OK, "no process"),
     (host.judge_user, (998, True), OK, "998"),
     (host.judge_user, (1000, False), OK, "1000"),
     (host.judge_user, (1000, True), WARNING, "logind deletes"),
@@ -75,32 +75,32 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_shm, SHM, OK, "4.0 GB, 3.0 GB free"),
     (memory.judge_shm, SHM._replace(options="rw,noexec"), OK, "noexec"),
     (memory.judge_shm, memory.ShmFolder(False), OK, "--allow-client-shm=false"),
-    (memory.judge_shm, memory.ShmFolder(True), WRONG, "there is none"),
-    (memory.judge_shm, SHM._replace(filesystem="ext4"), WRONG, "ext4, a disk"),
-    (memory.judge_shm, SHM._replace(writable=False), WRONG, "no object can be made"),
+    (memory.judge_shm, memory.ShmFolder(True), WRONG, "does not exist"),
+    (memory.judge_shm, SHM._replace(filesystem="ext4"), WRONG, "ext4, not on tmpfs"),
+    (memory.judge_shm, SHM._replace(writable=False), WRONG, "cannot create an object"),
     (memory.judge_shm, SHM._replace(mode=0o755), WARNING, "mode 0755"),
-    (memory.judge_shm, SHM._replace(size=64 << 20, free=64 << 20), WARNING, "need more"),
+    (memory.judge_shm, SHM._replace(size=64 << 20, free=64 << 20), WARNING, "too little"),
     (memory.judge_shm, SHM._replace(free=GB // 10), WARNING, "100 MB free"),
     (memory.judge_objects, [], OK, "none"),
     (memory.judge_objects, [LEFT._replace(in_use=True)], OK, "1 objects of 1 MB or more, 2.0 GB"),
     (memory.judge_objects, [LEFT], WARNING, "psm_1 (2.0 GB, uid 1000)"),
     (memory.judge_memory, (16 * GB, 16 * GB, 8 * GB), OK, "of the host"),
     (memory.judge_memory, (16 * GB, 12 * GB, 8 * GB), OK, "memory.max"),
-    (memory.judge_memory, (16 * GB, 4 * GB, 8 * GB), WARNING, "may be killed"),
+    (memory.judge_memory, (16 * GB, 4 * GB, 8 * GB), WARNING, "may kill it"),
     (memory.judge_locked, (8 << 20, False), OK, "8 MB"),
-    (memory.judge_locked, (-1, True), OK, "any number"),
+    (memory.judge_locked, (-1, True), OK, "no limit"),
     (memory.judge_locked, (8 << 20, True), WARNING, "cannot be pinned"),
     (memory.judge_devices, memory.DeviceList(), OK, "none"),
     (memory.judge_devices, GPU, OK, "2 of kind cuda; driver 580.1; 0 GPU-a H100; 1 GPU-b H100"),
     (memory.judge_devices, GPU._replace(partitions=3), OK, "3 MIG instances"),
     (memory.judge_devices, GPU._replace(closed=("/dev/nvidia0",)), WRONG, "/dev/nvidia0"),
     (memory.judge_devices, GPU._replace(driver=""), WRONG, "no driver"),
-    (memory.judge_devices, GPU._replace(torch="2.13.0+cpu"), WARNING, "cannot use"),
+    (memory.judge_devices, GPU._replace(torch="2.13.0+cpu"), WARNING, "for CPUs only"),
     (memory.judge_devices, GPU._replace(visible=0, chosen="9"), WARNING, "DEVICES=9"),
     (memory.judge_devices, GPU._replace(visible=0, chosen="-1"), OK, "0 of them visible"),
     (memory.judge_devices, memory.DeviceList("npu", 1, 1), OK, "1 of kind npu"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", None), OK, "no CUDA device"),
-    (memory.judge_sharing, memory.DeviceSharing(True, "", ""), OK, "two processes shared"),
+    (memory.judge_sharing, memory.DeviceSharing(True, "", ""), OK, "a test shared memory"),
     (memory.judge_sharing, memory.DeviceSharing(False, "", "x"), WARNING, "cuda-bindings"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", "error 201"), WARNING, "error 201"),
     (
@@ -114,11 +114,11 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (access.judge_run_directory, RUN._replace(problem="'/run/s' is bad"), WRONG, "is bad"),
     (access.judge_run_directory, RUN._replace(free_bytes=1 << 20), WARNING, "1 MB are free"),
     (access.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
-    (access.judge_ports, access.PortFacts(()), OK, "none"),
+    (access.judge_ports, access.PortFacts(()), OK, "disabled"),
     (access.judge_ports, TAKEN, WRONG, "--http-port: taken"),
     (access.judge_ports, TAKEN._replace(server_pid=3), WRONG, "--http-port: taken"),
     (access.judge_ports, TAKEN._replace(server_pid=9), OK, "pid 9"),
-    (access.judge_repositories, [], OK, "none were named"),
+    (access.judge_repositories, [], OK, "no --model-repository"),
     (access.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
     (access.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),
     (access.judge_repositories, [("/m", 0, False)], WARNING, "no model"),
@@ -175,7 +175,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert found["ports"].state == WRONG
     assert f"pid {os.getpid()})" in found["ports"].found
     assert found["run directory"] == ok(f"{tmp_path}/run")
-    assert found["models"].found == f"{tmp_path}/models has no model in it"
+    assert found["models"].found == f"{tmp_path}/models contains no model"
 
 
 def test_a_check_that_fails_says_so() -> None:
@@ -203,7 +203,9 @@ def test_a_start_tells_what_is_not_well(
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_limits, "attainable", lambda: 100)
-    with pytest.raises(InvalidArgument, match="open files: a process may have 100, at least 256"):
+    with pytest.raises(
+        InvalidArgument, match=("open files: a process may open 100 files, but at least 256")
+    ):
         table.check_at_start(config())
 
 

@@ -31,17 +31,17 @@ def elsewhere(*names: str) -> access.PeerFacts:
 @pytest.mark.parametrize(
     ("changed", "facts", "name", "state", "found"),
     [
-        ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "not found by their keys"),
-        ({}, PEER._replace(sees={**SEES, "/dev/shm": None}), "/dev/shm", WRONG, "not found"),
+        ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "cannot find regions by their keys"),
+        ({}, PEER._replace(sees={**SEES, "/dev/shm": None}), "/dev/shm", WRONG, "cannot find"),
         ({}, elsewhere("user"), "user", WARNING, "user namespace"),
-        ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, the server is uid 1000"),
-        ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open"),
+        ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, and the server has uid 1000"),
+        ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open its objects"),
         ({"group": 50}, PEER._replace(uid=7, groups=frozenset({50})), "user", OK, "--shm-group"),
-        ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "may open its objects"),
-        ({}, elsewhere("run directory"), "run dir", WARNING, "does not find it"),
-        ({"runs": False}, PEER, "run dir", OK, "no server runs there"),
-        ({}, elsewhere("net"), "network", WARNING, "127.0.0.1 is another"),
-        ({}, elsewhere("ipc", "pid"), "devices", WARNING, "another ipc and pid namespace"),
+        ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "can open all objects"),
+        ({}, elsewhere("run directory"), "run dir", WARNING, "cannot find it"),
+        ({"runs": False}, PEER, "run dir", OK, "no server is running"),
+        ({}, elsewhere("net"), "network", WARNING, "127.0.0.1 does not reach"),
+        ({}, elsewhere("ipc", "pid"), "devices", WARNING, "different ipc and pid namespace"),
         ({}, PEER._replace(visible="1"), "devices", WARNING, "is 1, the server's None"),
         ({"devices": 0}, elsewhere("ipc"), "devices", OK, "no CUDA device"),
     ],
@@ -67,7 +67,7 @@ def test_a_process_of_ours() -> None:
 
 
 def test_there_is_no_such_process() -> None:
-    with pytest.raises(InvalidArgument, match="--peer: there is no process 4194305 here"):
+    with pytest.raises(InvalidArgument, match="--peer: there is no process 4194305"):
         access.gather_peer(CONFIG, 4194305)
 
 

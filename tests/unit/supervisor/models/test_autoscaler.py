@@ -121,7 +121,7 @@ def test_one_at_a_time_and_every_change_is_told(
             InstancesChanged("m", "1", 2, 3, "it is wanted"),
             InstancesChanged("m", "1", 3, 2, "it is wanted"),
         ]
-        assert "model 'm' has 3 instances, was 2: it is wanted" in caplog.text
+        assert "model 'm' has 3 instances (before: 2): it is wanted" in caplog.text
 
     played(monkeypatch, play)
 
@@ -150,7 +150,7 @@ def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
         rig.wanted = 2
         rig.processes.at_start = Made.kill
         assert await rig.look() == 1
-        assert "model 'm' stays at 1 instances: the process of instance 'm_0_1'" in caplog.text
+        assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
         rig.processes.at_start = lambda child: None
         started = len(rig.processes.started)
         assert await rig.look() == 1
@@ -173,7 +173,7 @@ def test_none_that_the_host_has_no_room_for(
             HostCapacity, "missing_resources", lambda room, count: f"room for {count}"
         )
         assert [await rig.look() for _ in range(3)] == [1, 1, 1]
-        text = "model 'm' stays at 1 instances, though it is wanted: room for 2"
+        text = "model 'm' keeps 1 instances although it is wanted: room for 2"
         assert caplog.text.count(text) == 1
         rig.wanted = 1
         assert not rig.events
@@ -242,7 +242,7 @@ def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
     assert policy.sample(load(0.3, **queue), 2) == Change(
-        3, "requests wait 250 ms, 150 ms are allowed"
+        3, "requests wait 250 ms, the limit is 150 ms"
     )
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
@@ -275,7 +275,7 @@ def test_one_more_where_what_was_served_had_waited() -> None:
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     found = [looks_once(policy, number) for number in range(1, 7)]
     assert found[:5] == [None] * 5
-    assert found[5] == Change(3, "requests wait 37.5 ms on average, 32.6 ms are allowed")
+    assert found[5] == Change(3, "requests wait 37.5 ms on average, the limit is 32.6 ms")
 
 
 def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
@@ -304,7 +304,7 @@ def test_without_a_target_they_may_wait_for_the_delay_or_an_execution() -> None:
 def test_one_less_where_it_was_not_needed_for_twenty_seconds() -> None:
     assert not looks(served(ScalingPolicy(1, 4)), 18, 2)
     (first, *_) = looks(served(ScalingPolicy(1, 4)), 21, 2)
-    assert first == Change(1, "no more than 0.0 were busy for 20 s")
+    assert first == Change(1, "at most 0.0 instances were busy for 20 s")
     assert not looks(served(ScalingPolicy(1, 4)), 21, 2, busy=1)
     assert looks(served(ScalingPolicy(1, 4)), 21, 3, busy=1)
     assert not looks(served(ScalingPolicy(2, 4)), 21, 2)
@@ -318,7 +318,7 @@ def test_who_is_missed_soon_after_is_kept_for_longer() -> None:
     found = [policy.sample(load(30 + number / 10), 2) for number in range(450)]
     first = next(number for number, change in enumerate(found) if change)
     assert first > 370
-    assert found[first] == Change(1, "no more than 0.0 were busy for 40 s")
+    assert found[first] == Change(1, "at most 0.0 instances were busy for 40 s")
 
 
 def test_the_bounds_hold_whatever_it_was_before() -> None:
@@ -396,7 +396,7 @@ def test_processors_for_all_of_them_at_work(times: dict[int, float]) -> None:
     times[1] += 2
     host.sample([1, 2], 6.0, 0.1)
     assert host.missing_resources(2) == ""
-    assert host.missing_resources(3) == "4 processors, an instance at work takes 2"
+    assert host.missing_resources(3) == "there are 4 processors, and a busy instance uses 2"
     for number in range(100):
         times[1] += 1
         host.sample([1, 2], 16.0 + 10 * number, 0.2)
@@ -429,4 +429,4 @@ def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(autoscaler, "available_memory", lambda: 251 * MIB)
     assert host.missing_resources(3) == ""
     monkeypatch.setattr(autoscaler, "available_memory", lambda: 249 * MIB)
-    assert host.missing_resources(3) == "249 MiB of memory are left, an instance takes 200 MiB"
+    assert host.missing_resources(3) == "249 MiB of memory are free, and an instance needs 200 MiB"

@@ -131,7 +131,6 @@ OVER += "fetch, line 12 of 1/model.py"
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The instances that have written their stacks."""
     asked: list[str] = []
 
     async def stacks_of(instance: Instance) -> str:
@@ -144,8 +143,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
-    """Run a test of a model of one instance."""
-
     async def run() -> None:
         processes = Processes(*flags)
         try:
@@ -202,7 +199,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
         assert model.ready
 
     live(story)
-    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; it is in", caplog.text)
+    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text)
     assert reported == ["0.01", "0.03", "0.07"]
     assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
         caplog.text

@@ -20,7 +20,12 @@ from shmserve.ipc.messages.publications import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instances
 from shmserve.supervisor.models.instances import StepModel, VersionSpec
-from shmserve.supervisor.models.manager import ModelManager, News, Publications
+from shmserve.supervisor.models.manager import (
+    LifecycleExecutor,
+    ModelManager,
+    News,
+    Publications,
+)
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.reload import RepositoryPoller
@@ -65,16 +70,15 @@ class Repository:
 
 
 def models(processes: Processes, repository: Repository) -> ModelManager:
-    """Return the manager of a repository's models."""
     return server(processes, repository)[0]
 
 
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
-    """Return the manager and the poller of a repository."""
     planner: Any = repository
     registry = ModelRegistry()
     nobody = MagicMock()
-    made = ModelManager(processes.context, planner, registry, Publications(), nobody)
+    parts = (processes.context, planner, registry, Publications(), nobody)
+    made = ModelManager(LifecycleExecutor(*parts))
     return made, RepositoryPoller(processes.context, planner, registry, made)
 
 

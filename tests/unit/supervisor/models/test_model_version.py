@@ -19,7 +19,6 @@ from tests.rigs.process_rig import Made, Processes, plan, turns
 
 
 def deployment(processes: Processes) -> ModelVersion:
-    """One of one instance."""
     return processes.version(plan())
 
 
@@ -89,7 +88,7 @@ async def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_ha
     processes.at_start = lambda child: child.kill(signal.SIGABRT)
     second.kill()
     await turns()
-    text = "model 'm' failed: its instances stay down"
+    text = "model 'm' failed: its instances are not restarted"
     assert told == [m.InstanceGone(0, text)] and model.instances.failure
     told.clear()
     model.instances.introduce([second.pid])
@@ -105,7 +104,7 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
     most = instance_processes._MOST_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
-    text = "its process ended 10 times in a row (signal 6), and has executed nothing meanwhile"
+    text = "its process ended 10 times in a row (signal 6), and it executed no request in between"
     processes = Processes()
     model = deployment(processes)
     await model.start()

@@ -67,10 +67,10 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folders", "text"),
     [
-        ([], "whose name is a whole number, as 1)"),
-        (["configs", "warmup", ".git"], "whose name is a whole number, as 1)"),
-        (["v1", "warmup", "01"], "whose name is a whole number, as 1, and not 01, v1)"),
-        (["2", "7", "v1"], "'m' (it leaves out 2, 7)"),
+        ([], "whose name is an integer, such as 1)"),
+        (["configs", "warmup", ".git"], "whose name is an integer, such as 1)"),
+        (["v1", "warmup", "01"], "whose name is an integer, such as 1, but found 01, v1)"),
+        (["2", "7", "v1"], "'m' (it excludes version 2, 7)"),
     ],
 )
 def test_a_model_without_a_version_says_what_may_be_one(
@@ -466,7 +466,7 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / name / "model.py").touch()
         specs.append(f"{tmp_path}/{name}/model.py:Model")
     config = from_flags(parse(specs), {})
-    with pytest.raises(InvalidArgument, match="there is a model 'model' already"):
+    with pytest.raises(InvalidArgument, match="a model 'model' already exists"):
         LoadPlanner(config, tmp_path / "run", Accelerators("", 0))
 
 

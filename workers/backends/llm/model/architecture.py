@@ -157,7 +157,7 @@ class Architecture:
         for name in _SIZES:
             if not isinstance(config.get(name), int) or config[name] < 1:
                 size = config.get(name)
-                problems.append(f"config.json: {name}: {size!r} is not a positive whole number")
+                problems.append(f"config.json: {name}: {size!r} is not a positive integer")
         for name, allowed in _SUPPORTED.items():
             if config.get(name, allowed[0]) not in allowed:
                 problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")

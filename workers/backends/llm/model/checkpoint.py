@@ -52,7 +52,7 @@ _BYTE_LEVEL: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
 }
 _SPACE = "\u2581"
-_MOST_NAMED = 8  # weights in one message
+_MOST_NAMED = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISED = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -60,7 +60,7 @@ _QUANTISED = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Hugging Face folder.
+    """An opened Hugging Face folder.
 
     Attributes:
         architecture: The architecture.
@@ -195,7 +195,7 @@ def _tokenizer(
 
 
 def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
-    """Return the class that transformers has for a tokenizer, which may be none of the file's."""
+    """Return the name of the transformers class that would load a tokenizer."""
     family, named = config.get("model_type"), settings.get("tokenizer_class")
     if family == "mistral":
         return ""
@@ -205,7 +205,7 @@ def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 def _as_byte_level(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
-    """Replace the division into words, as the class of transformers does for any tokenizer.json."""
+    """Replace the division into words by that of the transformers class for any tokenizer.json."""
     pattern, special = _BYTE_LEVEL[kind]
     for name, text in special.items():
         settings.setdefault(name, text)
@@ -313,7 +313,7 @@ def _check_weights(
     stored: dict[str, Stored],
     problems: list[str],
 ) -> None:
-    """Add missing and wrong weights to `problems`; a tied model may lack either weight."""
+    """Add missing and wrong weights to `problems`; a tied model may lack either of two weights."""
     expected = architecture.weights()
     if architecture.tied and _HEAD in stored:
         expected[_HEAD] = expected[_EMBEDDING]
@@ -337,7 +337,7 @@ def _some(names: list[str]) -> str:
 
 
 def _warn(defaults: dict[str, Any]) -> None:
-    """Log the settings of generation_config.json that change texts in transformers only."""
+    """Log the settings of generation_config.json that change texts only in transformers."""
     for name in _WITHOUT_EFFECT.split():
         if defaults.get(name) not in (None, 0, 1, [], {}, False):
             logger.warning("generation_config.json: %s has no effect, as in vLLM", name)

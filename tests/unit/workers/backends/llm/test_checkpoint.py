@@ -58,7 +58,7 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM",
         ),
-        ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
+        ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive integer"),
         ({"head_dim": 7}, "head_dim: 7 is not an even number"),
         (
             {"num_key_value_heads": 3},
@@ -158,7 +158,7 @@ def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
     own = Checkpoint.open(path)
     assert ChatTemplate(own.templates, {}).render(said) == '"ä"'
     outside = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
-    with pytest.raises(InvalidArgument, match="chat template does not take them"):
+    with pytest.raises(InvalidArgument, match="chat template rejects them"):
         outside.render(said)
 
 
@@ -210,7 +210,7 @@ def test_instances_on_one_device_share_its_memory(
     [
         ({}, {"max_batch_size": 4}, "max_batch_size: 4 is not 0"),
         ({"draft_model": "nothing"}, {}, "'nothing' is neither a model in the repository nor"),
-        ({"draft_model": "other"}, {}, "'other' has another vocabulary"),
+        ({"draft_model": "other"}, {}, "'other' has a different vocabulary"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(

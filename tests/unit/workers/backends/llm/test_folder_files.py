@@ -34,7 +34,6 @@ MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "model", "content":
 
 
 def token(content: str, **more: Any) -> dict[str, Any]:
-    """An added token as files have it."""
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
     return {"content": content, **dict.fromkeys(flags, False), **more}
 
@@ -264,7 +263,9 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
         scheduler.prepare(2, text_input="the [PAD]", max_tokens=2)
         scheduler.run()
         assert scheduler.responses[1][-1]["text_output"] == ["aaa"]
-        assert "'[PAD]' is 320, and the model has tokens up to 319" in scheduler.errors[2][1]
+        assert (
+            "'[PAD]' has the id 320, but the model's largest token is 319" in scheduler.errors[2][1]
+        )
 
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -331,6 +332,16 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "continued and trimmed": (
         "{% for m in messages %}{{ m.content | trim }}.{% endfor %}",
         [*MESSAGES, {"role": "model", "content": "to be  "}],
+        {"continue_final_message": True},
+    ),
+    "an empty text continued": (
+        ROLES,
+        [{"role": "user", "content": ""}],
+        {"continue_final_message": True},
+    ),
+    "the last text of parts continued": (
+        "{% for p in messages[0].content %}({{ p.text }}){% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
         {"continue_final_message": True},
     ),
 }
@@ -401,16 +412,27 @@ def test_one_of_several_templates_is_used(
     ("template", "messages", "more", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, {}, "roles must alternate"),
-        ("{{ 1 / 0 }}", MESSAGES, {}, "does not take them: division by zero"),
-        ("{{ messages.append(1) }}", MESSAGES, {}, "does not take them: "),
-        ("{% nothing %}", MESSAGES, {}, "does not take them: Encountered unknown tag 'nothing'"),
+        ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
+        ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
+        ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
         (
             ROLES,
             MESSAGES,
             {"chat_template": "x"},
             "chat_template: 'x' is unknown (allowed: default",
         ),
-        ("none", MESSAGES, {"continue_final_message": True}, "does not render the last message"),
+        (
+            "{# content #}",
+            MESSAGES,
+            {"continue_final_message": True},
+            "does not render the last message",
+        ),
+        (
+            "{{ messages | tojson }}",
+            MESSAGES,
+            {"continue_final_message": True},
+            "does not name the content",
+        ),
         (ROLES, [{"role": "user"}], {"continue_final_message": True}, "message has no content"),
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
     ],

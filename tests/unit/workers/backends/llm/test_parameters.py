@@ -9,7 +9,6 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 
 
 def settings(**given: Any) -> GenerationParameters:
-    """These, parsed."""
     return parse(given, {}, 100)
 
 
@@ -67,13 +66,13 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
         ({"temperature": "hot"}, "temperature: 'hot' is not a number from 0.0 to 100.0"),
         ({"temperature": float("nan")}, "temperature: nan is not a number"),
         ({"max_tokens": 0}, "max_tokens: 0 generates nothing"),
-        ({"max_tokens": 1.5}, "max_tokens: 1.5 is not a whole number"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens: -1 is not a whole number"),
+        ({"max_tokens": 1.5}, "max_tokens: 1.5 is not an integer"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens: -1 is not an integer"),
         ({"max_new_tokens": 0, "min_tokens": 0}, "max_new_tokens: 0 generates nothing"),
         ({"allowed_token_ids": []}, "allowed_token_ids: [] is not a list of tokens"),
-        ({"n": True}, "n: True is not a whole number from 1 to 128"),
+        ({"n": True}, "n: True is not an integer from 1 to 128"),
         ({"top_p": 0}, "top_p: 0.0 is not a number above 0"),
-        ({"stop": [""]}, "stop: [''] is not a text or a list"),
+        ({"stop": [""]}, "stop: [''] is not a string or a list"),
         ({"stop_token_ids": [100]}, "stop_token_ids: 100 is not a token; allowed are 0 to 99"),
         ({"logit_bias": {"x": 1}}, "logit_bias: {'x': 1} is not an object of tokens"),
         ({"logit_bias": {"1": 101}}, "numbers from -100 to 100"),
@@ -84,18 +83,18 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
         ({"structured_outputs": {}}, "an object with one of json, regex, choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "an object with one of json"),
         ({"structured_outputs": {"regex": "a", "structural_tag": "b"}}, "and of the options"),
-        ({"guided_choice": []}, "guided_choice: [] is not a list of 1 to 10000 texts"),
-        ({"regex": "a", "guided_json": {}}, "regex and json_schema: a text has one grammar"),
-        ({"bad_words": [""]}, "bad_words: [''] is not a text or a list"),
+        ({"guided_choice": []}, "guided_choice: [] is not a list of 1 to 10000 strings"),
+        ({"regex": "a", "guided_json": {}}, "regex and json_schema: at most one grammar"),
+        ({"bad_words": [""]}, "bad_words: [''] is not a string or a list"),
         ({"allowed_token_ids": [100]}, "allowed_token_ids: 100 is not a token"),
         ({"suffix": "!"}, "suffix: '!' is refused: it is not supported"),
         ({"n": 3, "best_of": 2}, "best_of: 2 is less than n 3"),
-        ({"best_of": 2, "stream": True}, "stream: the best of 2 samples are known at their end"),
+        ({"best_of": 2, "stream": True}, "stream: the best of 2 samples are known only when"),
         ({"use_beam_search": True, "n": 2, "logit_bias": {"3": 1}},
          "logit_bias: it is not supported with use_beam_search"),
         ({"use_beam_search": True, "n": 2, "response_format": {"type": "json_object"}},
          "response_format: it is not supported with use_beam_search"),
-        ({"use_beam_search": True}, "n: 1 is not the width of a beam search"),
+        ({"use_beam_search": True}, "n: 1 is not a beam width"),
         ({"top_p": 2, "top_k": -5}, "top_p: 2 is not a number from 0.0 to 1.0; top_k: -5 is not"),
     ],
 )  # fmt: skip

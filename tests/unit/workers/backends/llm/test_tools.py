@@ -95,7 +95,6 @@ def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) ->
 
 
 def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """The content and the calls of a message."""
     parser = MessageParser(found, stream=True)
     parser.feed(text, ended=True)
     taken = parser.take()

@@ -1,0 +1,155 @@
+"""Classes in the text of a model's file, which is read and not executed.
+
+The supervisor finds the class to serve and its environment. Messages about a class have the
+positions of its attributes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+
+
+def source_positions(text: str, class_name: str) -> dict[str, str]:
+    """Find the positions of attributes, methods and arguments in the class that declares a model.
+
+    Args:
+        text: The text of a Python file.
+        class_name: The name of a class at the top level of the file.
+
+    Returns:
+        `LINE:COLUMN`, both from 1, by name: "" for the class itself, "predict" for an attribute or
+        method, "predict.image" for an argument. Names of base classes in the same file are
+        included. Empty if the file is not valid Python.
+    """
+    positions: dict[str, str] = {}
+    for found in _classes(text, class_name):
+        positions = {"": _position(found), **dict(_members(found)), **positions}
+    return positions
+
+
+_TRITON_CLASS, USUAL_CLASS = "TritonPythonModel", "Model"
+# Base classes of data, interfaces and exceptions, which no model has.
+_HELPERS = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Exception", "BaseModel"}
+
+
+def served_class(text: str) -> str:
+    """Return the name of the class in the text of a model's file that is served, or "".
+
+    This is the class with a method `predict` that no class of the file extends or uses. If there is
+    none, it is `Model`, or the only such class with a base class, as an `nn.Module` is. A file with
+    a `TritonPythonModel` has none.
+
+    Raises:
+        InvalidArgument: Several classes have the method, and none of them is called `Model`.
+    """
+    tree = _parsed(text)
+    names = set(map(_bound_name, ast.walk(tree)))
+    if _TRITON_CLASS in names:
+        return ""
+    classes = _top_classes(tree)
+    used = {name for each in classes.values() for name in _used_names(each)}
+    leaves = [name for name in classes if name not in used]
+    found = [name for name in leaves if _has_predict(text, name)]
+    if len(found) > 1 and USUAL_CLASS not in found:
+        raise InvalidArgument(
+            f"the classes {', '.join(found)} have a method 'predict': name one in config.pbtxt, "
+            f'parameters {{ key: "class" value {{ string_value: "{found[0]}" }} }}'
+        )
+    if len(found) != 1 and USUAL_CLASS in names:
+        return USUAL_CLASS
+    if not found and "*" not in names:  # `*` may import a TritonPythonModel
+        found = [name for name in leaves if _bases(classes[name]) - _HELPERS]
+    return found[0] if len(found) == 1 else ""
+
+
+def _bound_name(node: ast.AST) -> str:
+    """Return the name that a definition, an import or an assignment binds, or ""."""
+    match node:
+        case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+            return name
+        case ast.alias(name=name, asname=alias):
+            return alias or name
+    return ""
+
+
+def _used_names(found: ast.ClassDef) -> set[str]:
+    names = {node.id for node in ast.walk(found) if isinstance(node, ast.Name)}
+    return names - {found.name}
+
+
+def _bases(node: ast.ClassDef) -> set[str]:
+    """Return the names of the base classes, without modules and type arguments."""
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+
+
+def _has_predict(text: str, name: str) -> bool:
+    return any("predict" in dict(_members(each)) for each in _classes(text, name))
+
+
+def class_attribute(text: str, class_name: str, attribute: str) -> Any:
+    """Return the value of a class's attribute in the text of a file, which is not executed.
+
+    Names of base classes in the same file are included.
+
+    Raises:
+        InvalidArgument: The value is not a literal.
+    """
+    for found in _classes(text, class_name):
+        for node in reversed(found.body):
+            match node:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ) if name == attribute:
+                    try:
+                        return ast.literal_eval(value)
+                    except ValueError:
+                        raise InvalidArgument(
+                            f"{_position(node)}: '{class_name}.{attribute}' must be a literal, "
+                            "because it is read before the file is executed"
+                        ) from None
+    return None
+
+
+def _parsed(text: str) -> ast.Module:
+    """Return the tree of a Python file; it is empty if the file is not valid Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):  # the worker reports the error
+        return ast.Module([], [])
+
+
+def _top_classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _classes(text: str, class_name: str) -> Iterator[ast.ClassDef]:
+    """Yield a class and its bases in the text of a Python file, in about their order of lookup."""
+    classes, waiting = _top_classes(_parsed(text)), [class_name]
+    while waiting:
+        found = classes.pop(waiting.pop(0), None)
+        if found is not None:
+            yield found
+            waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
+
+
+def _members(found: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for node in found.body:
+        match node:
+            case ast.FunctionDef(name=name, args=args) | ast.AsyncFunctionDef(name=name, args=args):
+                yield name, _position(node)
+                for each in (*args.posonlyargs, *args.args, *args.kwonlyargs):
+                    yield f"{name}.{each.arg}", _position(each)
+            case ast.Assign(targets=targets):
+                names = [each.id for each in targets if isinstance(each, ast.Name)]
+                yield from ((name, _position(node)) for name in names)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, _position(node)
+
+
+def _position(node: ast.stmt | ast.arg) -> str:
+    return f"{node.lineno}:{node.col_offset + 1}"
