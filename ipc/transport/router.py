@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _LISTEN_BACKLOG = 1024
 _OUT = select.EPOLLOUT
-_COMPLAINTS = 32  # all of this many are logged, and then fewer and fewer
-LARGEST_FRAME = 8 << 20  # other peers wait while it is read
-MOST_ELEMENTS = 1 << 16  # per array, such as that of a frame's messages
+_COMPLAINTS = 32  # malformed messages up to this number are logged; later ones at each power of two
+LARGEST_FRAME = 8 << 20  # limited, because other peers wait while a frame is read
+MOST_ELEMENTS = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
 _MOST_STRANGERS = 64
 # The reads of an only connection without a poll, after which other connections are accepted.
 _MOST_UNPOLLED = 8
@@ -90,7 +90,11 @@ class Listener:
         return self.sock.fileno()
 
     def accept(self) -> socket.socket | None:
-        """Return the next connection, non-blocking; None if none is pending or it was rejected."""
+        """Accept the next connection, which becomes non-blocking.
+
+        Returns:
+            The connection; None if none is pending or it was rejected.
+        """
         try:
             accepted, _ = self.sock.accept()
         except OSError as error:
@@ -143,11 +147,11 @@ class Router:
         self._unpolled = 0  # its reads since the last poll
         self._path = endpoint.removeprefix(PREFIX)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # left by a killed server
+            os.unlink(self._path)  # the socket of a killed server
         self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG))
         try:
             self._made = os.stat(self._path)
-        except OSError as error:  # the folder was removed concurrently
+        except OSError as error:  # the folder was removed at the same time
             raise out_of_descriptors(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
 
@@ -333,7 +337,8 @@ class UntrustedRouter(Router):
         super().__init__(endpoint)
         refuse_descriptors(self._listener.sock)
         self._admits = admits
-        self._strangers: dict[Connection, None] = {}  # in order of arrival
+        # Connections without a registered identity, in order of arrival.
+        self._strangers: dict[Connection, None] = {}
 
     def peers(self) -> list[bytes]:
         """Return the identities of connected peers."""
@@ -374,6 +379,6 @@ class UntrustedRouter(Router):
         return sum(each.decoder.held for each in self._connections.values()) > _MOST_HELD
 
     def _drop(self, connection: Connection) -> None:
-        if connection.sock.fileno() >= 0:  # not dropped before
+        if connection.sock.fileno() >= 0:  # the connection was not dropped in the meantime
             self._strangers.pop(connection, None)
             super()._drop(connection)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, Unavailable
 
 _PREFIX = "shmserve_llm_"
@@ -49,19 +50,7 @@ class Profile(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="[10]")
-    parser.add_argument(
-        "--metrics-url",
-        default="http://127.0.0.1:8002/metrics",
-        metavar="URL",
-        help="the server's metrics [http://127.0.0.1:8002/metrics]",
-    )
-    parser.add_argument("--token", default="", help="for a server whose metrics need one")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="also draw a chart into this file (.png or .svg; needs matplotlib)",
-    )
+    add_flags(parser, "profile")
 
 
 def run(args: argparse.Namespace) -> int:
