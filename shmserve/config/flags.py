@@ -417,7 +417,7 @@ def _in_python(re2: str) -> str:
     An RE2 flag applies up to the end of its group: (?-i)b|c becomes (?-i:b)|(?-i:c). The flag U
     (ungreedy) is dropped because it does not affect whether a text matches.
     """
-    groups: list[list[str]] = [[]]  # the flags set in each open group
+    groups: list[list[str]] = [[]]  # the RE2 flags set in each open group
     parts: list[str] = []
     for found in _RE2.finditer(re2):
         text = found.group()

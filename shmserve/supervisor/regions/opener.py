@@ -1,4 +1,4 @@
-"""The objects behind regions, which are opened and closed within the access policy and quotas.
+"""The opener of the objects behind regions, within the access policy and quotas.
 
 The quotas limit regions per user and in total, pages that the server allocates, and pinned memory.
 A page of a shared memory object is charged to the process that touches it first. The server
@@ -50,15 +50,19 @@ _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The use of the limits of a policy. Sizes are in bytes; `cuda`: memory can be pinned."""
+    """The current use of a policy's limits, in bytes.
+
+    `cuda`: memory can be pinned.
+    """
 
     def __init__(self, policy: ShmPolicy, cuda: bool = False) -> None:
         self.policy = policy
         self._cuda = cuda
         self._pinned = 0
-        self._regions: Counter[int] = Counter()  # by uid
+        self._regions: Counter[int] = Counter()  # number of regions by user id
         self._bytes: Counter[int] = Counter()
-        self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
+        # Number of regions by (device, inode) of their object.
+        self._held: Counter[tuple[int, int]] = Counter()
         # (device, inode) -> key, bytes
         self._allocated: dict[tuple[int, int], tuple[str, int]] = {}
 
@@ -123,7 +127,7 @@ class RegionQuota:
             self._allocated[file] = (key, before + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
-        """Refund bytes that were charged last and not allocated."""
+        """Refund bytes that were charged but not allocated."""
         key, charged = self._allocated.get(file, ("", 0))
         if charged > byte_size:
             self._allocated[file] = (key, charged - byte_size)
@@ -315,7 +319,7 @@ class RegionOpener:
         exporter_pid: int,
         on_exporter_exit: Callable[[OpenRegion], None],
     ) -> OpenRegion:
-        """Return the region [offset, offset + byte_size) of what a checked handle opens.
+        """Return the region [offset, offset + byte_size) of the allocation of a checked handle.
 
         `on_exporter_exit(region)` is called when the process `exporter_pid` exits (0: unknown).
         """
@@ -342,7 +346,10 @@ class RegionOpener:
         pin: bool,
         sealed: bool,
     ) -> OpenRegion:
-        """Return the region of a local client's memory, without an id, and own its descriptor."""
+        """Return the region of a local client's memory, which owns the descriptor.
+
+        The region has no id yet.
+        """
         self._refuse_if_disabled()
         owner = self._owner(peer, MEMFD_KEY, shared)
         if sealed:  # the memory cannot be truncated, so it is mapped

@@ -32,7 +32,7 @@ from shmserve.supervisor.host.service_manager import ServiceManager
 logger = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_LONGEST = 1 << 20  # bytes of a description
+_LONGEST = 1 << 20  # maximum bytes of a description
 KEEP, DROP = "keep", "drop"
 _DESCRIBED = ("name", "key", "offset", "byte_size", "pinned")
 
@@ -56,14 +56,14 @@ class ExporterWatch:
 
     def close(self) -> None:
         """Stop watching."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.remove_reader(self._fd)
         os.close(self._fd)
 
 
 @dataclass(slots=True, eq=False)
 class OpenRegion:
-    """One generation of a name: the bytes [offset, offset + byte_size) of an object.
+    """One generation of a region's name: the bytes [offset, offset + byte_size) of an object.
 
     System memory has a `key` and is open as `shared`. CUDA memory has a handle.
     """
@@ -115,7 +115,7 @@ class OpenRegion:
         )
 
     def registered(self) -> RegionRegistered:
-        """Return the event of the registration."""
+        """Return the event that reports the region's registration."""
         device = -1 if self.cuda is None else self.cuda.device
         return RegionRegistered(
             self.name, self.key, self.offset, self.byte_size, self.owner.uid, device
@@ -164,7 +164,7 @@ class KeptRegions:
                 self._other.ask(KEEP, region.kept_as, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
-        """Drop the registration of an unregistered region."""
+        """Remove the kept registration of an unregistered region."""
         if region.kept_as:
             self._manager.drop(region.kept_as)
             if self._other is not None:

@@ -71,7 +71,7 @@ class WorkspacePool:
         self.memory: Memory | None = None
         self._open = False
         self._free = FreeList(capacity)
-        self._owners: dict[int, int] = {}  # offset -> owner
+        self._owners: dict[int, int] = {}  # the owner of each lease by the lease's offset
         self._waiting: deque[_Waiting] = deque()
 
     @property
@@ -118,7 +118,7 @@ class WorkspacePool:
         return self._grant()
 
     def drop(self, owner: int) -> list[GrantedLease]:
-        """End all leases and requests of a process that has exited."""
+        """End all leases and lease requests of a process that has exited."""
         for offset in [at for at, lessee in self._owners.items() if lessee == owner]:
             del self._owners[offset]
             self._free.free(offset)
