@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -266,6 +267,20 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
         assert (
             "'[PAD]' has the id 320, but the model's largest token is 319" in scheduler.errors[2][1]
         )
+
+
+@pytest.mark.parametrize("spaces", [False, True])
+def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, spaces: bool) -> None:
+    path = write_folder(tmp_path / "m")
+    if spaces:
+        (path / "tokenizer.json").write_text(spaced())
+    reference = AutoTokenizer.from_pretrained(path)
+    words, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
+    with llm_rig(tmp_path / "rig", path) as scheduler:
+        for key, text in enumerate((words, unbroken, f"{words}{unbroken}", f"{unbroken} {words}")):
+            scheduler.prepare(key, text_input=text, truncate_prompt_tokens=50, max_tokens=2)
+            expected = reference.encode(text)[-50:]
+            assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected
 
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
