@@ -158,7 +158,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
         ("heading", "Newest events"),
         ("columnheader", "p99 ms"),
         ("rowheader", "simple"),
-        ("button", "What hurts first"),
+        ("button", "Problems first"),
     ):
         assert any(
             role == wanted_part[0] and name.startswith(wanted_part[1]) for role, name in names
