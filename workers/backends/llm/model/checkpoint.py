@@ -134,7 +134,7 @@ class Checkpoint:
             _check_weights(architecture, quantisation, stored, problems)
         templates = _templates(path, settings, problems)
         if problems:
-            raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
+            raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
