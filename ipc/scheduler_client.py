@@ -153,7 +153,7 @@ class InflightRequest(ABC):
             self.free()
 
     def strand(self) -> None:
-        """Fail the request because its scheduler is lost and no other one serves its model."""
+        """Fail the request because its scheduler is lost and no successor serves its model."""
         self.fail(ENDED)
 
 
@@ -363,7 +363,7 @@ class SchedulerClient(Generic[R]):
     def _take_last(self, endpoint: str, message: Any) -> None:
         try:
             self.take(endpoint, message)
-        except Exception:  # the remaining requests must still be resubmitted
+        except Exception:  # the remaining requests must still be resubmitted after any exception
             logger.exception("a %s could not be handled", type(message).__name__)
 
     def withdraw(self, endpoint: str) -> list[R]:

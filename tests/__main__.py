@@ -122,7 +122,6 @@ class Suite:
         return passed, failed, skipped, late
 
     def _run_one(self, tests: list[str]) -> Outcomes:
-        """One pytest process."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="shmserve-tests-") as folder:
             file = Path(folder) / "outcomes"

@@ -100,7 +100,6 @@ def start() -> Iterator[servers.Start]:
 
 @pytest.fixture
 def http(server: servers.Server) -> Iterator[Http]:
-    """A connection to the server of the test."""
     with server.http() as connection:
         yield connection
 

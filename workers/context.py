@@ -23,11 +23,10 @@ from shmserve.workers.user_code import in_words
 
 @dataclass(slots=True)
 class Stopwatch:
-    """The timestamps within an execution that only a backend can take, in monotonic ns.
+    """The timestamps within an execution that only a backend can take.
 
-    0: not taken.
-
-    Missing timestamps are replaced by those around `execute`.
+    Timestamps are in monotonic ns. 0 means not taken; the time before or after `execute` is then
+    used instead.
     """
 
     input_end_ns: int = 0
@@ -44,9 +43,14 @@ class ModelContext(WorkerStart):
         output_memory: The blocks of the arena for outputs.
         mappings: The views of other processes' memory.
         workspace: Leases of the device's shared workspace.
-        copied: Counts the bytes of tensors that are copied.
-        spans: The spans of the model's calls of others since the last batch, encoded as in
+        stopwatch: The timestamps within an execution that only the backend can take.
+        device_memory: The memory of clients and other processes on devices.
+        copied: The counter of copied bytes of tensors.
+        spans: The spans of the model's calls of other models since the last batch, encoded as in
             ipc/trace.py.
+
+    The attributes of `WorkerStart` are available, too: `model_name`, `version`, `model_dir`,
+    `device` and so on.
     """
 
     control: SupervisorLink
@@ -65,10 +69,10 @@ class ModelContext(WorkerStart):
         return self.model_dir / self.version
 
     def model_file(self, names: Iterable[str], shown: str) -> Path:
-        """Return the first of these files that exists in the version folder.
+        """Return the first of the files `names` that exists in the version folder.
 
         Raises:
-            Unavailable: None exists; the message names `shown`.
+            Unavailable: None of the files exists; the message names `shown`.
         """
         for name in names:
             path = self.version_dir / name
@@ -83,7 +87,7 @@ logger = logging.getLogger(__name__)
 
 
 class WrongCount(Exception):
-    """An error of a backend that did not return one response for each request."""
+    """The error for a backend that did not return one response for each request."""
 
     def __init__(self, requests: int, responses: int) -> None:
         super().__init__(

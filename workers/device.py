@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from torch import device as TorchDevice
 
 _PACKAGES = {"npu": "torch_npu"}
-_ALIGNMENT = 64  # bytes, as torch aligns tensors, for vector instructions
+_ALIGNMENT = 64  # torch's alignment of tensors in bytes, for vector instructions
 
 
 class Device:
-    """The CPU, which uses tensors in host memory without a copy."""
+    """A compute device; this class is the CPU, which uses tensors in host memory without a copy."""
 
     remote = False  # whether tensors must be copied to and from the device
 
@@ -39,7 +39,7 @@ class Device:
 
     @property
     def torch(self) -> TorchDevice:
-        """Return the device as torch has it."""
+        """Return torch's object for the device."""
         found: TorchDevice = import_torch(f"device '{self.name}'").device(self.name)
         return found
 
@@ -97,10 +97,11 @@ class Accelerator(Device):
 
 
 def import_torch(user: str) -> Any:
-    """Return torch.
+    """Return the package torch.
 
     Raises:
-        Unavailable: `user`, which needs torch, cannot have it; the message says how to install it.
+        Unavailable: torch is not installed. The message names `user`, which needs torch, and how to
+            install it.
     """
     try:
         return importlib.import_module("torch")
@@ -225,5 +226,5 @@ def preload_scripted() -> None:
             warnings.simplefilter("ignore", DeprecationWarning)
             program = torch.jit.script(module)
         with torch.inference_mode():
-            for _ in range(3):  # profiled, optimised, and run as optimised
+            for _ in range(3):  # three runs: profiled, optimised, and run as optimised
                 program(torch.zeros(1, 4))

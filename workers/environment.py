@@ -167,7 +167,7 @@ def _unpacked(archive: Path, copies: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_SH)
         with copy.with_suffix(".turn").open(
             "w"
-        ) as turn:  # one of the workers that start together unpacks
+        ) as turn:  # of the workers that start together, one unpacks the archive
             fcntl.flock(turn, fcntl.LOCK_EX)
             if not copy.is_dir():
                 part = copy.with_suffix(".part")

@@ -59,7 +59,7 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
 
 
 class WorkerInstance:
-    """A loaded model, and its link to its scheduler."""
+    """A loaded model, and the link to its scheduler."""
 
     def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
@@ -190,7 +190,7 @@ class WorkerInstance:
         self._context.control.send(ReadyChecked(number, ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """Wait as `SupervisorLink.wait`, and poll before that if it is worth the CPU time."""
+        """Wait as `SupervisorLink.wait` does, after polling for a while if that pays."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         is_readable = False

@@ -99,7 +99,10 @@ def run(data: bytes) -> None:
 
 @dataclass(eq=False)
 class _Worker:
-    """The life of a worker before its instance serves; `_refusal` is why it cannot load."""
+    """The lifecycle of a worker before its instance serves.
+
+    `_refusal` is the reason why it cannot load.
+    """
 
     _context: ModelContext
     _refusal: ShmserveError | None = None
@@ -138,7 +141,8 @@ class _Worker:
     def _load(self, config: ModelSpec) -> None:
         began = time.monotonic()
         backend = self._made(config)
-        read_states(config, self._context.model_dir)  # raises if a data file cannot be read
+        # Called early, because it raises if a data file cannot be read.
+        read_states(config, self._context.model_dir)
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()
@@ -167,7 +171,7 @@ class _Worker:
         if self._backend is not None:
             try:
                 self._backend.unload()
-            except BaseException:  # the process ends all the same
+            except BaseException:  # the process ends even if unloading fails
                 logger.exception("model '%s' failed to finalize", self._context.model_name)
 
     def _try(self, step: Callable[[], None]) -> bool:

@@ -65,7 +65,10 @@ _PAIRS = {
 
 @record
 class ControlInput:
-    """A control input, with the bytes of its false and its true (none for a correlation id)."""
+    """A control input, with the bytes of its values for false and true.
+
+    A correlation id has neither.
+    """
 
     name: str
     kind: str
@@ -121,7 +124,7 @@ def control_inputs(
 
 
 _FOLDER = "initial_state"
-_STRING_HEAD = 4  # the bytes of a text's length
+_STRING_HEAD = 4  # bytes of the length prefix of a text
 
 
 @record
@@ -206,7 +209,7 @@ class States:
         self._by_slot.clear()
 
     def keep(self, row: SequenceRow, response: Response, returned: frozenset[str]) -> None:
-        """Store the states of a response; a state that the response lacks is kept.
+        """Store the states of a response; the old value of a missing state is kept.
 
         Outputs that are only states are removed, unless they are in `returned`.
         """
@@ -243,7 +246,10 @@ def _updated(value: _Value, output: Output) -> _Value:
 
 
 def _stored(raw: Any, fresh: Any) -> Any:
-    """Return `fresh` in the existing buffer if it fits, else in a buffer of its own."""
+    """Return the new value of a state.
+
+    It is copied into the existing buffer if it fits, otherwise into a buffer of its own.
+    """
     if isinstance(fresh, np.ndarray):
         if not isinstance(raw, memoryview) or len(raw) != fresh.nbytes:
             return memoryview(bytearray(fresh))
@@ -314,7 +320,8 @@ class SequenceExecutor(Executor):
         config = self._config
         self._controls = read_controls(config)
         self._batched = config.max_batch_size > 0
-        self._policy.copies = True  # requests of sequences are not retried with copies
+        # Always copies, because requests of sequences are not retried with copies.
+        self._policy.copies = True
         self._states = States(
             read_states(config, self._context.model_dir), self._backend.read_only_inputs
         )
@@ -322,7 +329,7 @@ class SequenceExecutor(Executor):
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
         self._keeps_rows = sequences is not None and sequences.oldest is None
-        self._largest_part = 1 << 63  # the rows of a batch run together
+        self._largest_part = 1 << 63  # unlimited, because the rows of a batch run together
         self._rows: list[SequenceRow] = []
 
     def messages(self) -> MessageTable:
@@ -395,7 +402,7 @@ class SequenceExecutor(Executor):
         return [by_slot.get(row.slot) or self._null(real[0], row) for row in self._rows]
 
     def _null(self, like: _Row, row: SequenceRow) -> Request:
-        """Return a null row: a request without a client, with zeros in the shapes of another."""
+        """Return a null row: a request without a client, with zeros in the shapes of `like`."""
         inputs: dict[str, Input] = {}
         for name, item in like.request.inputs.items():
             size = ITEM_SIZE[item.datatype] or _STRING_HEAD

@@ -39,7 +39,10 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
 
 
 def made_here(config: ModelSpec) -> frozenset[str]:
-    """Return the names of the tensors that clients do not send; `config` may be incomplete."""
+    """Return the names of the tensors that the worker generates and clients do not send.
+
+    `config` may be incomplete.
+    """
     named = [name for each in config.batch_input for name in each.target_name]
     for entry in padding.entries(config.parameters.get(PADDING, "")).values():
         named += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
@@ -61,7 +64,7 @@ def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor of a model's file.
+    """A tensor as a model's file describes it.
 
     Attributes:
         dims: The dimensions, including the batch dimension; -1 is a variable size.

@@ -136,7 +136,7 @@ def triton_to_numpy_type(data_type: int) -> Any:
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """Triton's number of a numpy type; None where Triton has none."""
+    """Return Triton's number of a numpy type; None if Triton has no such datatype."""
     kind = np.dtype(data_type)
     if kind.kind == "S":
         return NUMBER["BYTES"]

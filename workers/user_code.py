@@ -93,7 +93,7 @@ def own_frames(error: BaseException, folder: Path) -> str:
 
 
 def own_place(text: str, model: str, folder: Path) -> str:
-    """Return the line of a traceback for the first place that an error names, or ""."""
+    """Return the traceback line of the first position that an error names, or ""."""
     found = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
     return f'  File "{_own_path(folder)}/{found[1]}", line {found[2]}' if found else ""
 
@@ -117,7 +117,7 @@ def in_words(error: BaseException) -> str:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return f"{kind}: {error}: {how_to_install('torch', 'torch')}"
         return f"{kind}: {error}"
-    except BaseException:  # its `__str__` may be a model's, too
+    except BaseException:  # a model may define the exception's `__str__`, too
         return kind
 
 

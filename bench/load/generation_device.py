@@ -24,7 +24,7 @@ import torch
 from bench.load.generation import SIZES
 from shmserve.ipc.messages.generation import Begin, Row, Step
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer

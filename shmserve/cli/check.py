@@ -57,12 +57,12 @@ _NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 HELP = """\
 usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
 
-Validates the repository DIR (or a path/model.py:Class), loads each model, sends requests to it,
-compares its outputs with its configuration, and prints one line per model. Each sample of a model's
-model_warmup is a request; a model without samples receives zeros and empty texts. --input sets the
-value of an input in every model that has one of this name: a JSON number, text or list, @FILE.npy,
-or @FILE: its bytes for a BYTES or UINT8 input, or the pixels of an image. --on-cpu loads instances
-of KIND_GPU on the CPU; --json prints one JSON object.
+Validate the repository DIR (or a path/model.py:Class), load each model, send requests to it,
+compare its outputs with its configuration, and print one line per model. Each sample of a model's
+model_warmup is a request; a model without samples receives zeros and empty strings. --input sets
+the value of the input NAME in every model that has it: a JSON number, string or list, @FILE.npy, or
+@FILE: the bytes of the file for a BYTES or UINT8 input, or the pixels of an image. --on-cpu loads
+instances of KIND_GPU on the CPU; --json prints one JSON object.
 Exit status: 0 all models respond, or reject made-up inputs; 1 outputs differ from a configuration;
 2 a model does not load, or fails with the inputs of --input or model_warmup."""
 

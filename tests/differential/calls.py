@@ -54,7 +54,6 @@ class Call:
         self.done = final or not self._ask.stream
 
     def cancel(self) -> None:
-        """Give it up."""
         if self._ask.stream:
             self._client.stop_stream(cancel_requests=True)
             self.done = True
@@ -66,7 +65,6 @@ class Call:
         return self._messages if self._ask.stream else self._messages[0]
 
     def close(self) -> None:
-        """Close its connection."""
         self._client.close()
 
 

@@ -77,6 +77,5 @@ _COPY = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
 
 
 def text(model: Model) -> str:
-    """Its model.py."""
     body = textwrap.dedent(model.one or _COPY).strip("\n")
     return _TEXT.replace("{one}", textwrap.indent(body, " " * 8))

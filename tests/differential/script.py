@@ -115,7 +115,6 @@ class Group:
 
 
 def tensor(name: str, datatype: str = "INT32", dims: Sequence[int] = (-1,), more: str = "") -> str:
-    """A tensor as config.pbtxt has it."""
     return f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {more} }}'
 
 

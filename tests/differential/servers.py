@@ -28,11 +28,9 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """The product's."""
         return self.product.name
 
     def command(self, repository: Path, ports: servers.Ports, scratch: Path) -> list[str]:
-        """The product's."""
         return self.product.command(repository, ports, scratch)
 
     def environment(self) -> dict[str, str]:
@@ -81,7 +79,6 @@ def _own_flags(product: servers.Product) -> list[str]:
 
 
 def write(repository: Path, model: Model) -> Path:
-    """The model's folder."""
     folder = repository / model.name
     (folder / "1").mkdir(parents=True)
     config = textwrap.dedent(model.config)

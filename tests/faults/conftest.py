@@ -26,7 +26,6 @@ def make_repository(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository of all scenes."""
     return make_repository(tmp_path_factory.mktemp("faults"))
 
 

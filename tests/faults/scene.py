@@ -36,7 +36,6 @@ VALUES = np.array([[1, 2, 3, 4]], np.int32)
 
 
 def crime(command: str) -> dict:
-    """A request for the model "crimes"."""
     given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
     return {"inputs": [given, json_input("INPUT0", VALUES)]}
 
@@ -68,7 +67,6 @@ class State:
 
     @staticmethod
     def of(server: Server) -> State:
-        """Now."""
         return State(
             server.titles(),
             server_descriptors(server),
@@ -77,7 +75,6 @@ class State:
         )
 
     def differences(self, now: State, more_memory: int) -> list[str]:
-        """What is not as it was; `more_memory` bytes more are."""
         found = []
         if now.titles != lasting(self.titles):
             found.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
@@ -110,7 +107,6 @@ class Scene:
     http: Http
 
     def process(self, title: str) -> psutil.Process:
-        """The process with this title."""
         return self.server.find_one(title)
 
     def replaced(self, old: psutil.Process, title: str) -> None:
@@ -121,7 +117,6 @@ class Scene:
 def wait_replaced(
     server: Server, old: psutil.Process, title: str, within_s: float = RECOVERY_S + STOP_GRACE_S
 ) -> None:
-    """Wait until another process than `old` has the title."""
     until(
         f"{title} is replaced",
         lambda: any(process.pid != old.pid for process in server.find(title)),

@@ -100,7 +100,6 @@ def until_ready(server: Server) -> None:
 
 
 def load_slow(server: Server, pool: RequestPool) -> None:
-    """Load the slow model, and let it."""
     asked = pool.send(lambda http: http.load("slow"))
     while not asked.done():
         server.gate.release_arrivals(0.02)
@@ -108,7 +107,6 @@ def load_slow(server: Server, pool: RequestPool) -> None:
 
 
 def unload_slow(pool: RequestPool) -> None:
-    """Unload the slow model."""
     pool.send(lambda http: http.unload("slow")).result().ok()
 
 

@@ -16,7 +16,6 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server that is still loading."""
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.add_slow(repository, "gated")

@@ -21,7 +21,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.workers.backends.llm.engine import Planned, WorkerEngine
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
@@ -47,8 +47,6 @@ Bits = dict[tuple[int, int], bytes]  # by sample and number of tokens, what the 
 
 
 class Asked(NamedTuple):
-    """A request."""
-
     prompt: tuple[int, ...]
     most: int
     samples: int
@@ -84,7 +82,6 @@ class ModelWorker(GenerativeWorker):
         self.known: Any = self.engine._sequences
 
     def step(self, step: Step) -> Stepped:
-        """Execute one."""
         for begin in step.begin:
             if begin.key not in self._asked:
                 tokens = list(self.prompts[begin.key])
@@ -110,7 +107,6 @@ class ModelRig(EngineRig):
         return self.worker.engine.bits
 
     def ask(self, asked: Asked) -> Generation[None]:
-        """A request comes."""
         generation = self.submit(asked.prompt, asked.most, samples=asked.samples)
         assert generation is not None
         return generation

@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from shmserve.workers.backends.llm.model.attention import Attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig

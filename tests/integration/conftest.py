@@ -42,7 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """An empty model repository."""
     folder = tmp_path / "models"
     folder.mkdir()
     return folder

@@ -84,7 +84,6 @@ NAMED = (
 
 
 def drawn(seed: int) -> Curve:
-    """Any curve."""
     chance = random.Random(seed)
     base, at = chance.uniform(4, 30), chance.randint(2, 20)
     factor, each = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
@@ -122,7 +121,6 @@ class Load:
     length_s: float = 0.0  # about
 
     def run(self, batcher: Batcher, curve: Curve, seed: int) -> Run:
-        """What becomes of it."""
         simulation = Simulation(batcher, curve.timer(seed, self.length_s))
         if self.clients:
             pause = scattered(self.pause_ms, seed)
@@ -160,7 +158,6 @@ class Outcome:
 
 
 def outcome(run: Run) -> Outcome:
-    """Of a run."""
     return Outcome(run.per_second, run.percentile_ms(99))
 
 
@@ -206,7 +203,6 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
 
 
 def main() -> None:
-    """Compare on many curves."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 36))
     parser.add_argument("--requests", type=int, default=12_000)

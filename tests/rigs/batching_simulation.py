@@ -38,7 +38,6 @@ class Run:
 
     @property
     def per_second(self) -> float:
-        """Requests a second."""
         return len(self.latencies) / (self.ended_ns / 1e9)
 
     def percentile_ms(self, percent: float) -> float:

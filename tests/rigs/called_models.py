@@ -33,7 +33,6 @@ class Peer:
         self._peer = b""
 
     def next(self, kind: type[T]) -> T:
-        """The next message, which must be of this kind."""
         self._listen(10.0)
         assert self._waiting, f"no {kind.__name__} came"
         message = self._waiting.pop(0)
@@ -52,7 +51,6 @@ class Peer:
                 self._waiting.append(message)
 
     def send(self, *messages: Any) -> None:
-        """Send messages, as one frame."""
         for message in messages:
             self._router.post(self._peer, message)
         self._router.flush()
@@ -81,11 +79,9 @@ class CalledModels:
         return future
 
     def endpoint(self, name: str) -> str:
-        """Where a scheduler with that name is, or would be."""
         return f"ipc://{self._folder}/{name}"
 
     def scheduler(self, name: str) -> Peer:
-        """Open a scheduler."""
         self._routers.append(Router(self.endpoint(name)))
         return Peer(self._routers[-1])
 
@@ -97,7 +93,6 @@ class CalledModels:
         return question
 
     def close(self) -> None:
-        """Close the schedulers."""
         for router in self._routers:
             router.close()
 
@@ -108,5 +103,4 @@ def work(submit: m.Submit) -> Inference:
 
 
 def finished(submit: m.Submit, *outputs: TensorRef, **parameters: Any) -> m.Finished:
-    """A successful answer."""
     return m.Finished(submit.id, *pack_inferred(Inferred(outputs, parameters)))

@@ -96,7 +96,6 @@ class Page:
         until(what, lambda: self.run(script), within_s)
 
     def key(self, name: str) -> None:
-        """Press a key."""
         code = {"Tab": 9, "Enter": 13, "Escape": 27}[name]
         given: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
         if name == "Enter":

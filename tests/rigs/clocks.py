@@ -11,7 +11,6 @@ class Clock:
         asyncio.get_running_loop().time = self.read  # type: ignore[method-assign]
 
     def read(self) -> float:
-        """As `time.monotonic` does."""
         return self.now
 
     async def advance(self, seconds: float) -> None:

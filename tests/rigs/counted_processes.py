@@ -318,7 +318,6 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
 
 
 def _turn(host: Host) -> None:
-    """One of its loop's."""
     live = max([scheduler.live for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
         host._waiter.takers[fd]()

@@ -48,7 +48,6 @@ def model(name: str, *, decoupled: bool = False, dims: Sequence[int] = (-1,)) ->
 
 
 def step(name: str, inputs: dict[str, str], output: str) -> dict[str, Any]:
-    """A step that makes Y."""
     return {
         "model_name": name,
         "model_version": -1,
@@ -67,11 +66,9 @@ class StepsOutbox:
         """Do nothing: links need no opening."""
 
     def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:
-        """Keep a request."""
         self.posted.append((endpoint, message))
 
     def post(self, endpoint: str, message: Any) -> None:
-        """Keep a message."""
         self.posted.append((endpoint, message))
 
     defer = post
@@ -153,12 +150,10 @@ class EnsembleRig:
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 
     def from_client(self, message: Any) -> None:
-        """The gateway says this."""
         self.ensemble.from_client(GATEWAY, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
     def from_control(self, message: Any) -> None:
-        """The supervisor says this."""
         self.ensemble.from_control(message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
@@ -168,7 +163,6 @@ class EnsembleRig:
         self.ensemble.tick(self.now_ns)
 
     def pass_ms(self, ms: int) -> None:
-        """Time goes by."""
         self.now_ns += ms * MS
         self.ensemble.tick(self.now_ns)
 
@@ -186,7 +180,6 @@ class EnsembleRig:
         return {endpoint: submit.id for endpoint, submit in self.sent()}
 
     def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
-        """A step has succeeded."""
         self.from_step(endpoint, m.Finished(number, *made(data)))
 
     def respond(self, endpoint: str, number: int, data: bytes, final: bool = False) -> None:
@@ -196,7 +189,6 @@ class EnsembleRig:
 
 
 def made(data: bytes) -> Packed:
-    """A response with an output."""
     return pack_inferred(Inferred((TensorRef("Y", "FP32", (len(data) // 4,), data),)))
 
 

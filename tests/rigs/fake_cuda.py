@@ -87,13 +87,11 @@ class FakeCuda:
         return pointer
 
     def close(self, pointer: int, device: int) -> None:
-        """As in `Cuda`."""
         assert self._open[pointer] == 1
         self._open[pointer] -= 1
         self.asked.append(("close", device))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        """As in `Cuda`."""
         for found in self._exported.values():
             base = ctypes.addressof(found.buffer)
             if base <= pointer < base + len(found.buffer):
@@ -101,13 +99,11 @@ class FakeCuda:
         raise CudaError("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
     def uuid(self, device: int) -> bytes:
-        """As in `Cuda`."""
         if device not in (0, 1):
             raise CudaError("cuDeviceGet: CUDA_ERROR_INVALID_DEVICE")
         return bytes([device]) * 16
 
     def synchronize(self, device: int) -> None:
-        """As in `Cuda`."""
         self.asked.append(("synchronize", device))
         if self.broken:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -130,7 +126,6 @@ class FakeCuda:
         return FakeExporting(self)
 
     def device_memory(self) -> DeviceMemory:
-        """A worker's device memory on this."""
         return DeviceMemory(lambda: self, _as_tensor)
 
 
@@ -143,7 +138,6 @@ class FakeExporting:
         self.most = 1 << 30
 
     def allocate(self, byte_size: int, device: int) -> int:
-        """As in `Exporting`."""
         if byte_size > self.most:
             raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
         made = self._cuda.export(byte_size, device)
@@ -152,23 +146,18 @@ class FakeExporting:
         return pointer
 
     def free(self, pointer: int, device: int) -> None:
-        """As in `Exporting`."""
         self._cuda.revoke(self.allocated.pop(pointer))
 
     def export(self, pointer: int, device: int) -> bytes:
-        """As in `Exporting`."""
         return self.allocated[pointer].raw
 
     def uuid(self, device: int) -> bytes:
-        """As in `Exporting`."""
         return self._cuda.uuid(device)
 
     def read(self, pointer: int, target: memoryview, device: int) -> None:
-        """As in `Exporting`."""
         target[:] = ctypes.string_at(pointer, target.nbytes)
 
     def write(self, pointer: int, source: memoryview, device: int) -> None:
-        """As in `Exporting`."""
         ctypes.memmove(pointer, bytes(source), source.nbytes)
 
 

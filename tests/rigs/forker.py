@@ -46,7 +46,6 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -79,7 +78,6 @@ class Forker:
         return Forked(self, self.request(["fork", start], [stderr, *fds]))
 
     def request(self, request: list[object], fds: Sequence[int] = ()) -> int:
-        """The response to a request."""
         socket.send_fds(self._link, [msgpack.packb(request)], fds)
         response = self._link.recv(_LARGEST)
         assert response, "the process that forks others has ended"

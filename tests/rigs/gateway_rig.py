@@ -77,7 +77,6 @@ class Puppet(threading.Thread):
         assert done.wait(10)
 
     def close(self) -> None:
-        """End the thread."""
         if self.is_alive():
             self._calls.append(lambda: setattr(self, "_ended", True))
             os.eventfd_write(self._wake, 1)
@@ -119,8 +118,6 @@ class Scheduler:
         self.puppet.router.post(peer, m.Finished(submit.id, *body))
 
     def answer_all(self) -> None:
-        """Answer what was kept."""
-
         def act() -> None:
             for peer, submit in self.waiting:
                 self._answer(peer, submit)
@@ -129,8 +126,6 @@ class Scheduler:
         self.puppet.call(act)
 
     def send(self, peer: bytes, *messages: Any) -> None:
-        """Send messages."""
-
         def act() -> None:
             for message in messages:
                 self.puppet.router.post(peer, message)
@@ -138,7 +133,6 @@ class Scheduler:
         self.puppet.call(act)
 
     def close(self) -> None:
-        """Die."""
         self.puppet.close()
 
 
@@ -234,7 +228,6 @@ class Rig:
         self.send(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:
-        """A scheduler."""
         made = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
         self.schedulers.append(made)
         return made
@@ -248,11 +241,9 @@ class Rig:
         ready: bool = True,
         latest: bool = True,
     ) -> None:
-        """Publish a model version, and wait until the gateway has it."""
         self.apply(lambda number: publication(config, scheduler, version, ready, latest, number))
 
     def close(self) -> None:
-        """End everything."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -268,7 +259,6 @@ class Rig:
 def rig(
     run_dir: Path, listener: socket.socket | None = None, *, grpc: bool = False, **settings: Any
 ) -> Iterator[Rig]:
-    """A rig for the with block."""
     made = Rig(run_dir, listener, grpc=grpc, **settings)
     try:
         yield made

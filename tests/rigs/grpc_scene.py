@@ -143,11 +143,9 @@ class Scene:
         read(self.connection, data)
 
     def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
-        """A call begins."""
         return frame(HEADERS, END_HEADERS, stream, post(path, *more))
 
     def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
-        """A unary call, whole."""
         asked = frame(DATA, END_STREAM, stream, message(data))
         self.send(self.head(stream, UNARY, *more) + asked)
 
@@ -172,8 +170,6 @@ def read(connection: GrpcConnection, data: bytes) -> None:
 
 
 def played(play: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    """A scene in a loop of its own."""
-
     async def run() -> None:
         scene = Scene(**settings)
         await play(scene)

@@ -127,8 +127,6 @@ class LifecycleRig:
         return made
 
     def start(self, version: Any) -> None:
-        """It is ready then."""
-
         def started() -> None:
             error = Internal("broken") if version.spec.name in self.broken else None
             version.ready = error is None

@@ -114,7 +114,6 @@ class Scheduler:
     # --- the socket
 
     def send(self, message: Any) -> None:
-        """Have the worker serve a message."""
         link = self.rig.instance.link
         link._take(message)
         self.rig.instance.serve_commands()
@@ -168,7 +167,6 @@ class Scheduler:
                 self.enter(key, sample, [*prompt, *tokens])
 
     def enter(self, key: int, sample: int, tokens: list[int]) -> Running:
-        """Begin a sequence."""
         sequence = Running(next(self._numbers), key, sample, tokens)
         self.running[sequence.number] = sequence
         self.begin.append(g.Begin(sequence.number, key, sample))
@@ -209,7 +207,6 @@ class Scheduler:
     # --- steps
 
     def row(self, sequence: Running) -> g.Row:
-        """The next row of a sequence."""
         missing = len(sequence.tokens) - sequence.computed
         count = min(missing, self.chunk)
         samples = count == missing
@@ -290,12 +287,10 @@ class Scheduler:
         )
 
     def tokens(self, key: int) -> list[int]:
-        """The tokens that a client has got."""
         return [token for each in self.responses[key] for token in each["token_ids"]]
 
 
 def _pairs(sources: list[int], targets: list[int]) -> list[int]:
-    """From, to, from, to, ..."""
     return [each for pair in zip(sources, targets, strict=True) for each in pair]
 
 

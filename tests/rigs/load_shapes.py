@@ -42,12 +42,10 @@ class Run:
     took: list[tuple[float, float]] = field(default_factory=list)
 
     def p99_s(self, from_s: float, to_s: float) -> float:
-        """The p99 of those that came then."""
         found = sorted(took for came, took in self.took if from_s <= came < to_s)
         return found[math.ceil(0.99 * len(found)) - 1] if found else 0.0
 
     def count_at(self, at_s: float) -> int:
-        """The instances then."""
         return next(count for when, count in reversed(self.counts) if when <= at_s)
 
     def regrets(self, within_s: float) -> int:

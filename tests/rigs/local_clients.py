@@ -33,7 +33,6 @@ class Guest:
         self.links: list[Dealer] = []
 
     def hello(self) -> Guest:
-        """Become a local client."""
         self.send(m.Hello(frames.VERSION))
         while True:
             match self.next():

@@ -34,7 +34,6 @@ class TritonPythonModel:
 
 
 def tensor(name: str, datatype: str = "FP32", dims: Sequence[int] = (-1,), more: str = "") -> str:
-    """A tensor as config.pbtxt has it."""
     return f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {more} }}'
 
 
@@ -92,7 +91,6 @@ def add_ensemble(
     scheduling: str = "",
     more: str = "",
 ) -> None:
-    """An ensemble; `scheduling` is more of its ensemble_scheduling."""
     _write(
         repository,
         name,

@@ -90,7 +90,6 @@ def registering(port: int) -> Iterator[Ask]:
 
 
 def over_grpc(port: int, killed: bool) -> Iterator[Ask]:
-    """One channel."""
     options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
     if killed:
         options.append(("grpc.service_config", json.dumps(_RETRY)))

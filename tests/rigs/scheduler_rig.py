@@ -51,7 +51,6 @@ class Outbox:
         self.posted.append((peer, received))
 
     def to(self, peer: bytes) -> Callable[[Any], None]:
-        """As `ClientLinks` says."""
         return partial(self.post, peer)
 
     def take(self) -> list[tuple[bytes, Any]]:
@@ -64,7 +63,6 @@ class ControlOutbox(Outbox):
     """The same for the one supervisor."""
 
     def post(self, message: Any) -> None:  # type: ignore[override]
-        """Keep a message."""
         super().post(b"", message)
 
 
@@ -114,7 +112,6 @@ class Rig:
     # --- in ---------------------------------------------------------------------------------------
 
     def pass_time(self, ns: int) -> None:
-        """Let time pass, and the scheduler notice."""
         self.now += ns
         self.wake_ns = self.scheduler.tick(self.now)
 
@@ -147,18 +144,15 @@ class Rig:
         return numbers
 
     def client(self, message: Any, peer: bytes = GATEWAY) -> None:
-        """A client's message."""
         self.scheduler.from_client(peer, message, self.now)
         self.pass_time(0)
 
     def supervisor(self, *messages: Any) -> None:
-        """The supervisor's messages."""
         for message in messages:
             self.scheduler.from_control(message, self.now)
         self.pass_time(0)
 
     def worker(self, peer: bytes, message: Any) -> None:
-        """A worker's message."""
         if isinstance(message, m.MetricsReported):
             self.scheduler.metrics_reported(peer, message)
         else:

@@ -34,7 +34,6 @@ class SequenceRig(Rig):
     def request(
         self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any
     ) -> int:
-        """Submit a request of a sequence; its number."""
         kind = "correlation_text" if isinstance(sequence, str) else "correlation_id"
         given: dict[str, Any] = {kind: sequence, "flags": flags, **fields}
         (number,) = self.submit(peer=peer, **given)
@@ -84,5 +83,4 @@ class SequenceRig(Rig):
 
 
 def named(row: m.SequenceRow) -> Any:
-    """The sequence of a row."""
     return (row.correlation_text or row.correlation_id) if row.key else None

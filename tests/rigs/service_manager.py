@@ -74,7 +74,6 @@ class Manager:
 
 @contextlib.contextmanager
 def managed() -> Iterator[Manager]:
-    """One that listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         address = tempfile.mktemp(prefix="notify-")
         sock.bind(address)

@@ -85,7 +85,6 @@ class Streams:
         self.post(m.CreditExecution(key, responses))
 
     def post(self, message: Any) -> None:
-        """Send a message of the scheduler."""
         self.rig.scheduler.post(self.rig._peer, message)
         self.rig.scheduler.flush()
 

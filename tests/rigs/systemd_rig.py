@@ -66,11 +66,9 @@ class Systemd:
         return (ran.stdout + ran.stderr).strip() + status
 
     def path(self, there: str) -> Path:
-        """The path here of a file there."""
         return Path(f"/proc/{self.pid}/root{there}")
 
     def show(self, unit: str, name: str) -> str:
-        """A property of a unit."""
         return self.run("systemctl", "show", f"--property={name}", "--value", unit)
 
 

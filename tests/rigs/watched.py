@@ -128,7 +128,6 @@ class Feed:
         return dict(json.loads(line[6:]))
 
     def close(self) -> None:
-        """Watch no more."""
         self.response.close()
         self._connection.close()
 

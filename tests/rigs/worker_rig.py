@@ -81,7 +81,6 @@ class Region:
         self.memory = Memory(secrets.randbits(62), os.getpid(), self.fd, inode, byte_size, False)
 
     def memory_range(self, offset: int, byte_size: int) -> Range:
-        """A part of it."""
         return Range(self.memory, offset, byte_size)
 
     def write(self, offset: int, array: np.ndarray[Any, Any]) -> Range:
@@ -91,11 +90,9 @@ class Region:
         return self.memory_range(offset, len(raw))
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """What is in it now."""
         return os.pread(self.fd, byte_size, offset)
 
     def close(self) -> None:
-        """Let it go."""
         os.close(self.fd)
 
 
@@ -282,5 +279,4 @@ class FunctionBackend(Backend):
 
 
 def inference(*inputs: TensorRef, outputs: Sequence[RequestedOutput] = ()) -> Inference:
-    """A request."""
     return Inference(tuple(inputs), tuple(outputs))

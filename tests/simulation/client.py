@@ -37,11 +37,9 @@ class ClientRequest(InflightRequest):
         self.read = self.credited = 0
 
     def awaited(self) -> bool:
-        """As `InflightRequest` says."""
         return not self.request.cancelled
 
     def respond(self, message: Response) -> None:
-        """As `InflightRequest` says."""
         if self.request.cancelled:
             self.client.schedulers.discard(self.endpoint, message)
         else:
@@ -53,7 +51,6 @@ class ClientRequest(InflightRequest):
             self.client.read_soon(self, message)
 
     def free(self) -> None:
-        """As `InflightRequest` says."""
         self.client.world_ledger.freed(self.request)
         if self.memory_range is not None:
             self.client.arena.free(self.memory_range.offset)
@@ -137,7 +134,6 @@ class Client(Process):
     # --- links ------------------------------------------------------------------------------------
 
     def links(self) -> list[Link]:
-        """All links from here."""
         return [link for _, link in self._links.links.values()]
 
     def take(self, messages: list[Any]) -> None:
@@ -165,7 +161,6 @@ class Client(Process):
             self.schedulers.take(endpoint, message)
 
     def check(self, endpoint: str, message: Any) -> None:
-        """Check that a message is of a request that is at this scheduler."""
         if isinstance(message, m.StatisticsReported):
             self.reports[endpoint] = message.statistics
         else:
@@ -245,13 +240,11 @@ class Client(Process):
         self.schedulers.cancel(pending)
 
     def ask_statistics(self, endpoint: str) -> None:
-        """Have a scheduler report."""
         self._links.queue(endpoint, m.ReportStatistics(next(self._numbers)))
 
     # --- responses --------------------------------------------------------------------------------
 
     def read_soon(self, pending: ClientRequest, message: Response) -> None:
-        """Read a response after a while."""
         if isinstance(message, m.Failed) or pending.request.unread:
             return
         if self._slow:

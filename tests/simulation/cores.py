@@ -155,7 +155,6 @@ class _EnsembleMemory(EnsembleMemory):
         self._mappings = memory  # type: ignore[assignment]
 
     def hold(self, memory_range: Range) -> None:
-        """As `EnsembleMemory.hold`."""
         held: Any = self._held.setdefault(memory_range.memory.id, _Held(memory_range.memory))  # type: ignore[arg-type]
         held.users += 1
 

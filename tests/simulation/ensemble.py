@@ -40,31 +40,26 @@ class StepLinks:
         self._process.turn()
 
     def links(self) -> list[Link]:
-        """All of them."""
         return [link for _, link in self._links.values()]
 
     def open(self, endpoint: str) -> None:
-        """As `Links` says."""
         if not self._neighbours.has(endpoint):
             if endpoint not in self._hosts:
                 raise Unavailable("cannot connect to a scheduler")
             self._link(endpoint)
 
     def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:
-        """As `Links` says."""
         if not self._neighbours.post(endpoint, self.identity, message):
             self.open(endpoint)
             self._link(endpoint).post(message)
 
     def post(self, endpoint: str, message: Any) -> None:
-        """As `Links` says."""
         if not self._neighbours.post(endpoint, self.identity, message) and endpoint in self._links:
             self._link(endpoint).post(message)
 
     defer = post
 
     def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
-        """As `Links` says."""
         if endpoint in self._links:
             back = self._hosts[endpoint].back(self._links[endpoint][0])
             back.drain()
@@ -72,19 +67,15 @@ class StepLinks:
 
 
 class EnsembleProcess(SchedulerProcess):
-    """The scheduler of an ensemble."""
-
     def _peers(self) -> Any:
         self.steps = StepLinks(self, self._from_step)
         return self.steps
 
     def die(self) -> None:
-        """As a scheduler does."""
         super().die()
         self.host.neighbours.remove(self.steps.identity)
 
     def links(self) -> list[Link]:
-        """All links from here."""
         return [*super().links(), *self.steps.links()]
 
     def _from_step(self, endpoint: str, message: Any) -> None:

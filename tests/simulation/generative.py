@@ -58,13 +58,11 @@ class CountedPool(BlockPool):
         return found
 
     def share(self, blocks: Iterable[int]) -> None:
-        """As `BlockPool` says."""
         blocks = list(blocks)
         self.operations += len(blocks)
         super().share(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """As `BlockPool` says."""
         self.operations += len(blocks)
         super().release(blocks)
 

@@ -24,7 +24,6 @@ class SimulatedMemory:
         self._ids = itertools.count(1)
 
     def arena(self, owner: Process, capacity: int) -> SimulatedArena:
-        """A new arena of a process."""
         number = next(self._ids)
         arena = self._arenas[number] = SimulatedArena(number, owner, capacity)
         return arena
@@ -63,7 +62,6 @@ class SimulatedMemory:
     # What the cores' `Mappings` offer.
 
     def view(self, memory_range: Range) -> memoryview:
-        """As `Mappings.view`."""
         return memoryview(self.read(memory_range, "a scheduler"))
 
     def drop_process(self, pid: int) -> None:

@@ -56,7 +56,6 @@ class Model:
 
     @property
     def batches(self) -> int:
-        """The largest batch; 0: the model does not batch."""
         return int(self.config["max_batch_size"])
 
     def fit(self, schema: bytes) -> BatchFit:
@@ -182,7 +181,6 @@ def joined(one: bytes, other: bytes) -> bytes:
 
 
 def parts(data: bytes) -> tuple[bytes, bytes]:
-    """The two that were `joined`."""
     depth = 0
     for found in re.finditer(rb"[\[\]&]", data):
         depth += {b"[": 1, b"]": -1}.get(found[0], 0)

@@ -263,7 +263,6 @@ class SchedulerTrace:
                 entry.at = b""
 
     def returned(self, peer: bytes, message: m.BatchFinished) -> None:
-        """A worker returns a batch."""
         execute = self.batches.pop((peer, message.batch), None)
         if execute is None:
             return
@@ -277,7 +276,6 @@ class SchedulerTrace:
     # --- out --------------------------------------------------------------------------------------
 
     def executes(self, peer: bytes, message: m.Execute) -> None:
-        """A batch begins."""
         self.batches[peer, message.batch] = message
         if peer in self.retiring and not self.model.sequences:
             self._fail(f"a batch begins at {peer!r}, which is to retire")
@@ -381,7 +379,6 @@ class SchedulerTrace:
         return self.settings.policies.of(entry.level).delays
 
     def told(self, peer: bytes, message: Any) -> None:
-        """A client is told something."""
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
         if not ends or self.succeeded_by_another:
             return

@@ -33,11 +33,11 @@ class Host(Process):
 
     def turn(self) -> None:
         """As the loop of a real one: they tick until nothing is said between them."""
-        while self.touched:
+        while self.touched or self.neighbours.posted:
+            self.neighbours.deliver()
             touched, self.touched = list(self.touched), {}
             for scheduler in touched:
                 scheduler.tick()
-            self.neighbours.deliver()
 
 
 class Outbox:
@@ -64,7 +64,6 @@ class Outbox:
             link.post(message)
 
     def to(self, peer: bytes) -> Callable[[Any], None]:
-        """As `ClientLinks` says."""
         return partial(self.post, peer)
 
 
@@ -117,7 +116,6 @@ class SchedulerProcess(Process):
 
     @property
     def address(self) -> SchedulerAddress:
-        """As the supervisor has it."""
         return SchedulerAddress(self.pid, self._number)
 
     def die(self) -> None:
@@ -134,7 +132,6 @@ class SchedulerProcess(Process):
         return Link(self.world, self, lambda messages: self._from_clients(peer, messages))
 
     def connect_worker(self, peer: bytes, worker: Process, hear: Callable[..., None]) -> Link:
-        """The same for a worker."""
         self._workers.links[peer] = Link(self.world, worker, hear)
         return Link(self.world, self, lambda messages: self._from_workers(peer, messages))
 
@@ -158,7 +155,6 @@ class SchedulerProcess(Process):
         return [each for link in links if link.target is worker for each in link.sent()]
 
     def links(self) -> list[Link]:
-        """All links from here."""
         return [*self._clients.links.values(), *self._workers.links.values()]
 
     def post(self, message: Any) -> None:
@@ -230,7 +226,6 @@ class SchedulerProcess(Process):
         self.turn()
 
     def from_supervisor(self, messages: list[Any]) -> None:
-        """What the supervisor says."""
         for message in messages:
             self.world.note("supervisor", "->", self.title, message)
             if isinstance(message, ProcessExited):
@@ -268,7 +263,6 @@ class SchedulerProcess(Process):
             self.host.turn()
 
     def tick(self) -> None:
-        """A turn of this scheduler."""
         if not self.alive or self.hosted.front.stopped:
             return
         now_ns = self.world.now_ns

@@ -43,12 +43,10 @@ class Version:
 
     @property
     def endpoint(self) -> str:
-        """Where requests are submitted."""
         assert self.scheduler is not None
         return self.scheduler.endpoint
 
     def worker(self, pid: int) -> Worker | None:
-        """The worker that is this process."""
         return next((each for each in self.workers.values() if each.pid == pid), None)
 
 
@@ -103,13 +101,11 @@ class Supervisor(Process):
             self._links[address].post(message)
 
     def links(self) -> list[Link]:
-        """All links from here."""
         return list(self._links.values())
 
     # --- what schedulers say ----------------------------------------------------------------------
 
     def hear(self, scheduler: SchedulerProcess, message: Any) -> None:
-        """A scheduler's message is on its way."""
         up = self._from_schedulers.get(scheduler.address)
         if up is None:
             up = self._from_schedulers[scheduler.address] = Link(
@@ -171,7 +167,6 @@ class Supervisor(Process):
             self.tickets.join(id(version), dict.fromkeys(indices, needs))
 
     def add_instance(self, version: Version) -> None:
-        """Have a version that serves have one more."""
         index = min({*range(9)} - {*version.indices, *version.workers})
         version.indices[index] = None
         self._reserve(version, [index])
@@ -389,7 +384,6 @@ class Supervisor(Process):
             self.tickets.bind(scheduler.address, id(version))
 
     def _host(self, model: Model) -> Host:
-        """The process for the scheduler of a model."""
         host = self._groups.get(model.group)
         if host is None or not host.alive or not model.group:
             host = self._groups[model.group] = Host(self.world, f"host-{model.group or model.name}")
@@ -420,7 +414,6 @@ class Supervisor(Process):
             self.tell(client, self._published(version))
 
     def _end(self, process: Process) -> None:
-        """A process that was told to end does."""
         if process.alive:
             process.die()
             self.world.after(self.world.between(50 * US, MS), self._reap, process)
@@ -432,7 +425,6 @@ class Supervisor(Process):
             self._end(process.host if isinstance(process, SchedulerProcess) else process)
 
     def _reap(self, process: Process) -> None:
-        """A process is seen to have ended."""
         self._links.pop(process.address, None)
         self.tickets.exited(process.pid)
         if process in self.clients:

@@ -46,13 +46,11 @@ class Piece(NamedTuple):
     over: str
 
     def packed(self) -> bytes:
-        """As a response has it."""
         tokens = ".".join(map(str, self.tokens))
         return f"{self.sample}:{self.begin}:{tokens}:{self.over}".encode()
 
 
 def pieces(packed: bytes) -> list[Piece]:
-    """Those of a response."""
     found: list[Piece] = []
     for each in packed.decode().split(";"):
         sample, begin, tokens, over = each.split(":")
@@ -120,7 +118,6 @@ def problem(content: bytes, heard: set[tuple[int, int]], packed: bytes) -> str:
 
 
 def missing(content: bytes, heard: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """What was not heard of all texts."""
     return {
         (sample, memory_range)
         for sample, (tokens, _) in enumerate(texts(content))

@@ -185,7 +185,6 @@ class Worker(Process):
         self.world.after(self.world.between(least * US, most * US), self._finish)
 
     def _input(self, work: m.Work) -> bytes:
-        """The input of a request, or both."""
         tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
         data = self._read(work, tensors["IN"])
         if not self.model.joins:

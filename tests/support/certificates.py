@@ -39,5 +39,4 @@ def _make(folder: Path, who: str, *more: str) -> None:
 
 
 def openssl(folder: Path, *arguments: str) -> None:
-    """Run it in a folder."""
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)

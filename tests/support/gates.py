@@ -70,7 +70,6 @@ class Visit:
         self.pid: int = self.message["pid"]
 
     def release(self, word: bytes = b"\n") -> None:
-        """Continue the execution."""
         with contextlib.suppress(OSError):
             self._connection.sendall(word)
         self._connection.close()

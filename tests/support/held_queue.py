@@ -29,7 +29,6 @@ class Queue:
         return asked
 
     def wait_queued(self) -> None:
-        """Wait until one more request is in the queue."""
         self.waiting += 1
         self.server.wait_pending(self.model, self.waiting)
 

@@ -39,7 +39,6 @@ class Snapshot:
 
     @staticmethod
     def take() -> Snapshot:
-        """Look around."""
         processes = table()
         trees = {
             server.pid: [server.pid, *(each.pid for each in descendants(server.pid, processes))]
@@ -53,7 +52,6 @@ class Snapshot:
         )
 
     def assert_restored(self) -> None:
-        """Asserts that soon everything is as it was."""
         leaks: list[str] = []
 
         def nothing_left() -> bool:

@@ -20,20 +20,17 @@ class Collector:
         self.resources: list[dict[str, Any]] = []
 
     def take(self, body: bytes) -> None:
-        """A request's body."""
         for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
             self.resources.append(attributes(sent.resource))
             self.spans += [span for scope in sent.scope_spans for span in scope.spans]
 
 
 def attributes(of: Any) -> dict[str, Any]:
-    """The attributes of a span, or of a resource."""
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in of.attributes}
 
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
-    """One that listens."""
     made: Collector
 
     class Handler(BaseHTTPRequestHandler):

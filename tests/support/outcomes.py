@@ -76,7 +76,6 @@ class Writer:
         self._write("", _ENDED, "")
 
     def pytest_unconfigure(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, nodeid: str, outcome: str, text: str) -> None:

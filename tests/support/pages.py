@@ -33,5 +33,4 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in order."""
     return [Block(*found) for found in _FENCE.findall(page.read_text())]

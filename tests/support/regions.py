@@ -32,7 +32,6 @@ class SharedObject:
 
     @property
     def key(self) -> str:
-        """The name to register it by."""
         return "/" + self.name
 
     def __enter__(self) -> SharedObject:
@@ -56,7 +55,6 @@ class SharedObject:
             self.fd = -1
 
     def truncate(self, byte_size: int) -> None:
-        """Cut it."""
         os.ftruncate(self.fd, byte_size)
 
     def punch(self) -> None:
@@ -70,7 +68,6 @@ class SharedObject:
             mapped[offset : offset + len(data)] = data
 
     def read(self, dtype: type | np.dtype, count: int, offset: int = 0) -> np.ndarray:
-        """A copy of `count` elements at `offset`."""
         with mmap.mmap(self.fd, self.byte_size) as mapped:
             size = count * np.dtype(dtype).itemsize
             return np.frombuffer(mapped[offset : offset + size], dtype)

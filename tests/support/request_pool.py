@@ -26,7 +26,6 @@ class RequestPool:
         self.futures: list[Future[Any]] = []
 
     def call(self, asking: Callable[[], T]) -> Future[T]:
-        """Call `asking` in a thread of the pool."""
         called = self._threads.submit(asking)
         self.futures.append(called)
         return called
@@ -43,7 +42,6 @@ class RequestPool:
     def infer(
         self, model: str, request: Any, headers: Mapping[str, str] | None = None
     ) -> Future[Reply]:
-        """An inference."""
         return self.send(lambda http: http.infer(model, request, headers))
 
     def number(

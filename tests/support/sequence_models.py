@@ -4,7 +4,6 @@ IDLE = "max_sequence_idle_microseconds: 60000000"
 
 
 def control(name: str, kind: str, says: str) -> str:
-    """A control input."""
     return f'{{ name: "{name}" control {{ kind: CONTROL_SEQUENCE_{kind} {says} }} }}'
 
 

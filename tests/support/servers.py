@@ -105,7 +105,6 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The supervisor's."""
         return self.process.pid
 
     @property
@@ -124,7 +123,6 @@ class Server:
 
     @contextlib.contextmanager
     def http(self, timeout_s: float = 30.0) -> Iterator[Http]:
-        """A connection of its own."""
         with contextlib.closing(Http(self.http_port, timeout_s)) as http:
             yield http
 
@@ -135,7 +133,6 @@ class Server:
                 http.load(model).ok()
 
     def unload(self, model: str) -> None:
-        """Unload a model."""
         with self.http() as http:
             http.unload(model).ok()
 
@@ -196,7 +193,6 @@ class Server:
         return None
 
     def wait_log(self, text: str, within_s: float = 10.0) -> None:
-        """Return once the log has this text."""
         until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log(), within_s)
 
     # --- looking inside ---
@@ -232,7 +228,6 @@ class Server:
         ]
 
     def metrics(self) -> str:
-        """The metrics page."""
         with contextlib.closing(Http(self.metrics_port)) as http:
             return http.get("/metrics").ok().body.decode()
 
@@ -329,7 +324,6 @@ def title(process: psutil.Process) -> str:
 
 
 def title_of(pid: int) -> str:
-    """As `title`, by pid."""
     with contextlib.suppress(OSError):
         # Of a zombie it is empty.
         return _short(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE
@@ -361,7 +355,6 @@ def refuses(port: int) -> bool:
 
 
 def port_of(held: socket.socket) -> int:
-    """The port of a socket."""
     return int(held.getsockname()[1])
 
 

@@ -25,7 +25,6 @@ def register(pid: int, folder: str) -> None:
 
 
 def unregister(pid: int) -> None:
-    """Revoke `register`."""
     _send(f"{pid}\n")
 
 

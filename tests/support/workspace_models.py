@@ -54,5 +54,4 @@ def add(repository: Path, name: str, size: int) -> None:
 
 
 def asked(value: int) -> dict:
-    """A request for it."""
     return {"inputs": [json_input("X", np.array([value], np.int64))]}

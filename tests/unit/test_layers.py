@@ -144,7 +144,6 @@ IMPORTS = {module: set(_imported(path)) - {module} for module, path in MODULES.i
 
 
 def room(module: str) -> str:
-    """The folder that a module is in, as the table has it."""
     path = MODULES[module]
     name = module if path.name == "__init__.py" else module.rpartition(".")[0]
     name = "shmserve.__main__" if module == "shmserve.__main__" else name

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
 from shmserve.workers.tensor_specs import as_model_sees
 
-_ALIGNMENT = 512  # required by the device's memory
+_ALIGNMENT = 512  # the alignment that the device's memory requires
 _MIB = 1024 * 1024
 
 
@@ -57,7 +57,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def summary(parts: Mapping[str, int]) -> str:
-    """Return the plan for the log.
+    """Return the memory plan as text for the log.
 
     >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
     'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
@@ -89,12 +89,12 @@ _DATATYPES = {
 
 
 class AclError(Exception):
-    """A call of the library failed."""
+    """The error of a failed call of the ACL library."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineTensor:
-    """An input or output of the file: `dims` includes the batch dimension."""
+    """An input or output of the model file; `dims` includes the batch dimension."""
 
     name: str
     datatype: str
@@ -245,7 +245,7 @@ class OfflineModel:
     ) -> None:
         def end() -> None:
             error = undo(*given)
-            if error:  # continue, to release the remaining resources
+            if error:  # continue despite the error, to release the remaining resources
                 logger.warning("%s failed with error %d", call, error)
 
         stack.callback(end)
@@ -254,7 +254,7 @@ class OfflineModel:
 class AscendBackend(Backend):
     """An offline model on one device."""
 
-    read_only_inputs = False  # inputs are copied to the device
+    read_only_inputs = False  # writable, because inputs are copied to the device anyway
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -357,17 +357,17 @@ def _check(
     specs: dict[str, TensorSpec],
     tensors: Sequence[OfflineTensor],
 ) -> None:
-    """Check a configuration against the file.
+    """Check a configuration against the model file.
 
     Raises:
-        InvalidArgument: The configuration promises what the file cannot do.
+        InvalidArgument: The configuration contradicts the file.
     """
     in_file = {tensor.name: tensor for tensor in tensors}
     most, subject = signature.max_batch_size, f"of model '{signature.name}'"
     if side == "input" and set(in_file) != set(specs):
         raise InvalidArgument(
-            f"the inputs {subject} are {sorted(specs)} in the configuration, the file's are "
-            f"{sorted(in_file)}"
+            f"the inputs {subject} are {sorted(specs)} in the configuration, but "
+            f"{sorted(in_file)} in the file"
         )
     for spec in specs.values():
         tensor = in_file.get(spec.name)

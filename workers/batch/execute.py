@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LARGEST_PART = 1 << 30
 
 _RETRIES_IN_A_ROW = 16
-_SKIPPED_RETRIES = 16  # the failures without a retry after each further failed retry
+_SKIPPED_RETRIES = 16  # number of failures without a retry after each further failed retry
 
 _CANCELLED = Cancelled("Request was cancelled")
 
@@ -83,7 +83,7 @@ class Executor:
     _decoupled: bool
     _padder: Padder | None
 
-    _passes_over_cancelled: ClassVar[bool] = True  # cancelled requests are not executed
+    _passes_over_cancelled: ClassVar[bool] = True  # whether cancelled requests are not executed
 
     def __post_init__(self) -> None:
         self._link = self._writer.link
@@ -92,11 +92,11 @@ class Executor:
         self._largest_part = LARGEST_PART
 
     def messages(self) -> MessageTable:
-        """Return the table of the served messages of the scheduler."""
+        """Return the handlers of the scheduler's messages, by message type."""
         return {Execute: self.execute}
 
     def attached(self) -> None:
-        """Handle the change to another scheduler."""
+        """Reset state that belonged to the previous scheduler, after a change of the scheduler."""
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         """Run one batch.
@@ -114,11 +114,12 @@ class Executor:
             if unpacked:
                 replies += self._run(opened, unpacked)
                 ran = True
-        if not self._decoupled:  # else the streams close their requests
+        if not self._decoupled:  # otherwise the streams close their requests
             self._link.close(*requests)
         input_end_ns = watch.input_end_ns or start_ns
         output_start_ns = watch.output_start_ns
-        if output_start_ns < input_end_ns:  # the last execution has failed
+        # These times are missing if the last execution has failed.
+        if output_start_ns < input_end_ns:
             output_start_ns = input_end_ns
         times = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())
         spans = b""
@@ -193,7 +194,7 @@ class Executor:
                     except MalformedMessage as error:
                         logger.error("a request cannot be read: %s", error)
                         failure = Internal("internal error")
-                    except Exception as error:  # out of memory, or a device that fails
+                    except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
                 replies.append(self._failed(opened, failure))
         return part, made, []
@@ -209,7 +210,7 @@ class Executor:
             result = execute(items)
         finally:
             if os.getpid() != self._pid:
-                os._exit(1)  # the model has forked, and this is the child process
+                os._exit(1)  # this process is a child that the model has forked
         watch = self._context.stopwatch
         watch.input_end_ns = watch.input_end_ns or before_ns
         watch.output_start_ns = watch.output_start_ns or time.monotonic_ns()
@@ -233,9 +234,9 @@ class Executor:
     def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
         """Execute requests together, and write their outputs.
 
-        A batch that fails is run again, request by request: only the requests that the model cannot
-        take fail then. A single request that fails with views of shared memory is run again with
-        copies. A batch that is too large for the memory is run again in halves.
+        A batch that fails is run again, request by request, so that only requests that the model
+        cannot execute fail. A single request that fails with views of shared memory is run again
+        with copies. A batch that is too large for the memory is run again in halves.
         """
         if self._decoupled:
             pairs = zip(opened, requests, strict=True)
@@ -270,7 +271,7 @@ class Executor:
         if failed:
             self._link.pump()
             if too_large:
-                free_cached()  # the tensors were referenced by the error until now
+                free_cached()  # until now the error has referenced the tensors
             at_once = (len(failed) + 1) // 2 if too_large else 1
             for first in range(0, len(failed), at_once):
                 group = failed[first : first + at_once]
@@ -287,7 +288,7 @@ class Executor:
                 self._policy.record_retry(succeeded=not replies[0].code)
                 if self._policy.copies:
                     logger.warning(
-                        "model '%s' writes into its inputs, so each is copied for it",
+                        "model '%s' writes into its inputs, so that they are copied from now on",
                         self._context.model_name,
                     )
         return replies

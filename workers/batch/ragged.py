@@ -35,7 +35,7 @@ from shmserve.workers.batch.request import Array, Copied, Input, Request, Respon
 
 
 class _Made(NamedTuple):
-    """A tensor that is generated for each batch."""
+    """A rule for a tensor that is generated for each batch."""
 
     name: str
     source: str
@@ -101,7 +101,10 @@ class Ragged:
 
 
 def made_inputs(config: ModelSpec) -> list[TensorSpec]:
-    """Return the inputs that `batch_input` generates; `ragged`, since they have no row per row."""
+    """Return the inputs that `batch_input` generates.
+
+    They are `ragged`, because they do not have one row for each row of the batch.
+    """
     ranks = {each.name: len(each.model_dims) for each in config.input}
     return [
         TensorSpec(
@@ -157,7 +160,7 @@ class Padder:
         padded = PaddedInputs()
         for name, pad in self._padding.pads.items():
             if name not in requests[0].inputs:
-                continue  # optional: no request of the batch has it
+                continue  # the input is optional, and no request of the batch has it
             inputs = [request.inputs[name] for request in requests]
             shapes = [item.shape[1:] for item in inputs]
             most = tuple(map(max, zip(*shapes, strict=True)))
@@ -261,7 +264,7 @@ def _share(
 
 
 def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
-    """Return the bytes of a padded batch, on the device of the first input that is on one."""
+    """Return the bytes of a padded batch, on the device of an input if an input is on a device."""
     shape = (sum(item.shape[0] for item in inputs), *target)
     if any(item.on_device for item in inputs):
         return _filled_on_device(pad, inputs, shape)
@@ -293,7 +296,7 @@ def _mask(inputs: Sequence[Input], target: Shape) -> Array:
 
 
 def _slices(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
-    """Yield the position of each input in the whole."""
+    """Yield the slices of the padded batch that each input occupies."""
     at = 0
     for item in inputs:
         end = at + item.shape[0]
@@ -306,5 +309,5 @@ def _bytes(whole: Array) -> memoryview:
 
 
 def _free(*specs: TensorSpec) -> list[list[int]]:
-    """Return the variable dimensions of each tensor."""
+    """Return the indices of the variable dimensions of each tensor."""
     return [[axis for axis, dim in enumerate(spec.dims) if dim == -1] for spec in specs]

@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True, eq=False)
 class Copied:
-    """The numbers of bytes that a worker has copied: of inputs, and of outputs."""
+    """A counter of the bytes that a worker has copied: of inputs, and of outputs."""
 
     inputs: int = 0
     outputs: int = 0
@@ -252,7 +252,7 @@ def reshape(
 
 
 class _Kind:
-    """The properties that one model derives from the schema of a request.
+    """The properties of a request that its schema and the model determine.
 
     Attributes:
         schema: The unpacked schema.
@@ -262,7 +262,8 @@ class _Kind:
         requested: The requested outputs by name.
         placed: The names of the requested outputs that have a range in the data.
         strings: The names of the BYTES inputs.
-        response_kinds: The cache of responses to such requests (see `Request.response_kinds`).
+        response_kinds: The cache of responses to requests with this schema (see
+            `Request.response_kinds`).
     """
 
     __slots__ = (

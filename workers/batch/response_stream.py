@@ -43,14 +43,14 @@ class MetricsReports:
     """
 
     def __init__(self, changes: Callable[[], list[list[Any]] | None], link: InstanceLink) -> None:
-        self._changes = changes  # all families if there was a change since the last call
+        self._changes = changes  # returns all families if there was a change since the last call
         self._link = link
         self._last: MetricsReported | None = None
         self._again_s = 0.0
         self._tokens, self._counted_s = (
             float(_AT_ONCE),
             0.0,
-        )  # tokens, and the time of the last count
+        )  # tokens of the bucket, and the time of their last count
         self.timer = Timer(_SOON_NS, self._send)
 
     def changed(self, at_once: bool) -> None:
@@ -172,7 +172,7 @@ class ResponseStream:
         self._open = opened
         self._sent = False
         self._closed = False
-        self._traced = b""  # the tensors of a traced request
+        self._traced = b""  # packed tensors of a traced request
         self._overran = False
         self.rescheduled = False
         opened.open_window(bool(request.memory_ranges))
@@ -287,7 +287,10 @@ class ResponseStream:
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                why = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
+                why = (
+                    f"the client has read no response for {MOST_WAIT_S:g} s; no more responses "
+                    "are sent"
+                )
                 self.fail(Unavailable(why))
                 self._overran = True
                 self._open.cancel()
@@ -355,7 +358,7 @@ class ResponseStream:
         try:
             return client_error(self._writer.context, error, self.request.work)
         except BaseException as lost:
-            self._writer.context.control.inbox.append(lost)  # the loop ends the process
+            self._writer.context.control.inbox.append(lost)  # the loop then ends the process
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 

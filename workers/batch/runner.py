@@ -43,12 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_RESERVED_AT_ONCE = 64 * 1024 * 1024  # the largest buffer reserved in advance for larger batches
+# Size of the largest buffer that is reserved in advance for larger batches.
+_RESERVED_AT_ONCE = 64 * 1024 * 1024
 
 
 @dataclass(eq=False)
 class Gatherer:
-    """The gatherer, which makes the rows of each input of a batch contiguous.
+    """A gatherer of batches, which makes the rows of each input contiguous.
 
     If a row is in device memory, the result is a tensor of uint8 there.
 
@@ -64,7 +65,7 @@ class Gatherer:
     _allocate: Callable[[int], memoryview]
     _copied: Copied = field(default_factory=Copied)
     _buffers: dict[str, memoryview] = field(default_factory=dict)
-    _on_device: Any = None  # DeviceBuffers, from the first batch in device memory on
+    _on_device: Any = None  # a DeviceBuffers object, from the first batch in device memory on
 
     def __post_init__(self) -> None:
         self._most_rows = max(1, self._signature.max_batch_size)
@@ -153,7 +154,7 @@ class Gatherer:
     def _buffer(self, name: str, byte_size: int, most: int) -> memoryview:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < byte_size:
-            self._buffers.pop(name, None)  # freed before its successor is allocated
+            self._buffers.pop(name, None)  # freed before the larger buffer is allocated
             buffer = self._buffers[name] = self._allocate(most)
         return buffer
 
@@ -219,7 +220,7 @@ def to_device(request: Request, name: str) -> bool:
 
 @dataclass(eq=False)
 class Runner:
-    """The mover of one instance's tensors.
+    """The conversion of an instance's requests to model inputs, and of outputs to responses.
 
     torch does not support read-only tensors, and a view may show a client's own memory. The first
     batch is therefore a copy. Only a model that has not changed any byte of it receives views. If
@@ -341,7 +342,7 @@ class Runner:
         if self._watched:
             if wrote and (self._views or self._learning):
                 logger.warning(
-                    "model '%s' writes into its inputs, so each is copied for it",
+                    "model '%s' writes into its inputs, so that they are copied from now on",
                     self._signature.name,
                 )
             self._views = not wrote
@@ -474,14 +475,14 @@ class Runner:
 
 
 def _protocol(tensor: torch.Tensor) -> str:
-    """Return the datatype of a tensor, or "" if clients cannot receive it."""
+    """Return the protocol's datatype of a tensor, or "" if clients cannot receive it."""
     from shmserve.workers.memory.tensors import PROTOCOL
 
     return PROTOCOL.get(tensor.dtype, "")
 
 
 def _to_host(raw: Any) -> memoryview:
-    from shmserve.workers.memory.tensors import to_host  # imports torch, as device memory does
+    from shmserve.workers.memory.tensors import to_host  # imported late, because it imports torch
 
     return to_host(raw)
 

@@ -44,7 +44,7 @@ _WORTH_A_LOOK = 16 * 1024
 
 
 class Ready(NamedTuple):
-    """An output to be written.
+    """An output that is ready to be written.
 
     Attributes:
         data: The wire form (BYTES), an array, or a tensor if the destination is on a device.
@@ -124,7 +124,7 @@ class Scatterer:
         key: Any = []
         for name, datatype, data in response.outputs:
             key += (name, datatype, data.dtype, data.shape)
-            if memory_ranges:  # an input that is returned may stay where it is
+            if memory_ranges:  # a returned input may stay where it is
                 for source in inputs:
                     if inputs[source].array is data and inputs[source].memory_range is not None:
                         key += (source,)
@@ -378,7 +378,10 @@ def _fitting(name: str, memory_range: Range, byte_size: int) -> Range:
 
 
 def _detached(item: Ready, request: Request) -> Ready:
-    """Copy an output that is a view of an input, which another output may overwrite earlier."""
+    """Return an output with a copy of its data if that is a view of an input.
+
+    Another output may be written over the input before this one.
+    """
     data = item.data
     if isinstance(data, bytes):
         return item
@@ -391,7 +394,7 @@ def _detached(item: Ready, request: Request) -> Ready:
 
 
 def _same(first: Array, second: Array) -> bool:
-    """Check whether two arrays of one shape and type have the same address."""
+    """Check whether two arrays of one shape and type start at the same address."""
     return second.flags.c_contiguous and bool(
         first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
     )

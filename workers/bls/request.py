@@ -77,7 +77,7 @@ class CallRequest:
 
     @property
     def cancelled(self) -> bool:
-        """Whether all requests for which the model calls are cancelled."""
+        """Return whether all requests for which the model calls are cancelled."""
         return bool(self.origins) and all(each.is_cancelled() for each in self.origins)
 
     @property

@@ -189,7 +189,7 @@ def _complete(future: asyncio.Future[Any], outcome: object) -> None:
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, str]  # a model's name, and its version or "" for the latest
+Key = tuple[str, str]  # the name of a model, and its version or "" for the latest
 
 
 class BlsCall(InflightRequest):

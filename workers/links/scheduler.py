@@ -188,7 +188,8 @@ class InstanceLink:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         with self.lock:
             if self._dealer is not None:
-                self.pump()  # releases read outputs through the old connection
+                # Before the change, to read releases of outputs from the old connection.
+                self.pump()
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
@@ -307,7 +308,10 @@ class InstanceLink:
         return bool(self._open)
 
     def opened(self, message: Any) -> Command:
-        """Return a message with its requests, open until `close`; must be called with the lock."""
+        """Return a message together with its requests, which are open until `close`.
+
+        Must be called with the lock.
+        """
         requests = list(map(WorkerRequest, getattr(message, "requests", ())))
         for request in requests:
             self._open[request.key] = request
@@ -370,7 +374,7 @@ class InstanceLink:
             os.close(awaited)
 
     def loop_stops_reading(self) -> None:
-        """Stop reading in the loop; a waiting thread reads instead, if there is one."""
+        """Record that the loop no longer reads the socket; a waiting thread then reads it."""
         self.loop_reads = False
         if self._waiting:
             with self.lock:

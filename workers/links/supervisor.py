@@ -21,7 +21,7 @@ from shmserve.ipc.transport.dealer import Dealer
 
 
 class Follower(Protocol):
-    """The wait of a model's threads for calls of other models."""
+    """The wait of a model's threads for their calls of other models."""
 
     def add(self, fd: int) -> None:
         """Add a descriptor."""
@@ -30,14 +30,15 @@ class Follower(Protocol):
         """Remove a descriptor."""
 
     def cancelled(self) -> None:
-        """Handle that a request of this instance was cancelled."""
+        """Check for calls to cancel, after a request of this instance was cancelled."""
 
 
 class SupervisorLink:
-    """A dispatcher of received messages: responses, changes of other models, and the loop's inbox.
+    """The link to the supervisor, which dispatches received messages.
 
-    A model may send requests from its own threads, so a lock guards each use of the socket. A
-    thread that reads a message for the loop wakes the loop.
+    Messages are responses, changes of other models, and messages for the loop's inbox. A model may
+    send requests from its own threads, so a lock guards each use of the socket. A thread that reads
+    a message for the loop wakes the loop.
     """
 
     def __init__(self, dealer: Dealer) -> None:
@@ -45,10 +46,11 @@ class SupervisorLink:
         self.inbox: deque[Any] = deque()
         self._on_models_changed: Callable[[Losses], None] = _ignore
         self._follower: Follower | None = None
-        self._sources: dict[int, Callable[[], None]] = {}  # by descriptor
+        self._sources: dict[int, Callable[[], None]] = {}  # readers by descriptor
         self._lock = threading.RLock()
         self._next = 1
-        self._waiting: dict[int, int] = {}  # request -> eventfd of its response
+        # By request number: the eventfd that its response signals.
+        self._waiting: dict[int, int] = {}
         self._responses: dict[int, Answer] = {}
         self._loop_thread = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -57,7 +59,7 @@ class SupervisorLink:
         self.watch(self._wake)
 
     def send(self, message: Any) -> None:
-        """Send a message to the supervisor now."""
+        """Send a message to the supervisor immediately."""
         with self._lock:
             self.dealer.send(message)
 
@@ -91,7 +93,8 @@ class SupervisorLink:
             are in `inbox`.
         """
         if self.inbox:
-            timeout_s = 0.0  # a request that the model sent in this thread has read a message
+            # A request that the model sent in this thread has already read a message.
+            timeout_s = 0.0
         is_readable = False
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:

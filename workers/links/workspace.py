@@ -34,14 +34,14 @@ class Workspace:
     """The workspace leases of one instance.
 
     Attributes:
-        _fail: Waits until a CUDA device has completed the work of this process.
+        _synchronize: Waits until a CUDA device has completed the work of this process.
         coroutines: The number of coroutines that have a lease.
     """
 
     _control: SupervisorLink
     _mappings: Mappings
     _device: str
-    _fail: Callable[[int], None]
+    _synchronize: Callable[[int], None]
     coroutines: int = 0
 
     def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
@@ -63,7 +63,7 @@ class Workspace:
         """
         try:
             granted = self._control.ask(LeaseWorkspace, self._device, byte_size)
-        except InvalidArgument as error:  # an error of the model, not of a client
+        except InvalidArgument as error:  # this is an error of the model, not of a client
             raise Internal(error.message) from None
         return replace(unpack_range(granted["place"]), byte_size=byte_size)
 
@@ -79,7 +79,7 @@ class Workspace:
         """
         if used and memory_range.memory.cuda is not None:
             # The next lease may be another process's, whose work is not ordered with this work.
-            self._fail(memory_range.memory.cuda.device)
+            self._synchronize(memory_range.memory.cuda.device)
         self._control.send(
             ReturnWorkspace(self._device, memory_range.memory.id, memory_range.offset)
         )
@@ -150,7 +150,7 @@ class LeasedWorkspace:
             loop.call_soon_threadsafe(report)
 
     def _granted(self, granted: asyncio.Future[Range], memory_range: Range) -> None:
-        if granted.done():  # the coroutine was cancelled
+        if granted.done():  # the coroutine was cancelled in the meantime
             self._workspace.release(memory_range, used=False)
         else:
             granted.set_result(memory_range)
@@ -169,7 +169,8 @@ class LeasedWorkspace:
 
     def _release(self) -> None:
         assert self._memory_range is not None and self._token is not None
-        with contextlib.suppress(ValueError):  # a generator that is closed in another context
+        # Raised for a generator that is closed in another context.
+        with contextlib.suppress(ValueError):
             _HOLDS.reset(self._token)
         self._workspace.coroutines -= self._in_loop
         self._workspace.release(self._memory_range)

@@ -92,16 +92,17 @@ class Allocation:
 
 def cuda_tensor(allocation: Allocation) -> torch.Tensor:
     """Return a tensor of all bytes of an allocation, which keeps the allocation open."""
-    import torch  # not before a handle is opened: most workers open none
+    import torch  # imported late, because most workers open no handle
 
     return torch.as_tensor(allocation, device=f"cuda:{allocation.device}")
 
 
 class _Mapping:
-    """The part of an allocation that one region may use; `view` is None once it is closed."""
+    """The part of an allocation that one region may use; `view` is None after its close."""
 
     def __init__(self, view: torch.Tensor, pid: int, collect: Callable[[], None]) -> None:
-        self.pid = pid  # 0 for a client's memory: it is closed with its region
+        # The pid of its process; 0 for a client's memory, which is closed with its region.
+        self.pid = pid
         self.view: Any = view
         self._collect = collect
 
@@ -112,7 +113,7 @@ class _Mapping:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """The device memory that this process has open."""
+    """The device memory of other processes that this process has open."""
 
     _make: Callable[[], Cuda] = Driver
     _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor
@@ -120,9 +121,10 @@ class DeviceMemory:
     _open: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    _unused: deque[tuple[int, int]] = field(default_factory=deque)  # (pointer, device), to close
+    # Pointer and device of allocations to close.
+    _unused: deque[tuple[int, int]] = field(default_factory=deque)
     _written: set[int] = field(default_factory=set)
-    _used: set[int] = field(default_factory=set)  # devices that have worked once
+    _used: set[int] = field(default_factory=set)  # devices that have worked at least once
     _thread: int = field(default_factory=threading.get_ident)
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
@@ -142,7 +144,7 @@ class DeviceMemory:
     def _opened(self, memory: Memory) -> _Mapping:
         handle = memory.cuda
         assert handle is not None
-        self.collect()  # a process may open a handle only once
+        self.collect()  # closes unused handles, because a process may open a handle only once
         if self._cuda is None:
             self._cuda = self._make()
         allocation = self._allocation(self._cuda, handle)
@@ -198,7 +200,11 @@ class DeviceMemory:
         return made
 
     def _blame(self, cuda: Cuda, device: int) -> None:
-        """Raise if the device caused the failure of a handle; return if the handle did."""
+        """Determine whether the device or the handle caused a failure to open a handle.
+
+        Raises:
+            DeviceLost: The device caused it.
+        """
         try:
             cuda.synchronize(device)
         except CudaError as error:
@@ -247,7 +253,7 @@ class DeviceMemory:
     def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
         """Copy a tensor from any device to a client's memory, and return the bytes copied.
 
-        The number is 0 if the tensor is at the destination. `settle` waits for the copy.
+        The number is 0 if the tensor is at the destination. `finish_writes` waits for the copy.
         """
         self._written.add(device)
         source = source.detach().resolve_conj().resolve_neg()
@@ -283,7 +289,7 @@ class DeviceMemory:
             raise DeviceLost(f"device {device}: {error}") from error
 
     def check(self, question: CheckMemory) -> MemoryChecked:
-        """Open a memory, close it, and return the outcome."""
+        """Open a memory, close it, and return whether it can be opened."""
         handle = CudaHandle(question.handle, question.device_id, question.device_uuid)
         try:
             self.open(Memory.on_device(0, question.byte_size, handle)).close()

@@ -53,9 +53,10 @@ class OutputMemory:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._readers: Readers[int] = Readers()
-        self._fresh: dict[int, _Output] = {}  # offset -> block of a response that is not sent yet
-        self._held: dict[int, int] = {}  # reader -> bytes
-        self._reserved: dict[int, _Output] = {}  # address -> block that a model computes in
+        # Blocks of responses that were not sent yet, by offset.
+        self._fresh: dict[int, _Output] = {}
+        self._held: dict[int, int] = {}  # lent bytes by reader
+        self._reserved: dict[int, _Output] = {}  # blocks that a model computes in, by address
         self._exited: set[int] = set()  # readers whose exit the scheduler has not confirmed
 
     @property
@@ -106,9 +107,8 @@ class OutputMemory:
         free = self._arena.memory.byte_size - self._arena.used
         if held + byte_size > free - byte_size:
             raise Unavailable(
-                f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
-                f"this client has not released {held} yet; a client may hold at most as many "
-                "bytes as are free"
+                f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
+                f"this client holds {held} bytes, and may hold at most as many as are free"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:
@@ -154,7 +154,7 @@ class OutputMemory:
 
     @property
     def has_fresh(self) -> bool:
-        """Return whether a block is allocated for a response that is not sent yet."""
+        """Return whether a block is allocated for a response that was not sent yet."""
         return bool(self._fresh)
 
     def delivered(self) -> int:
@@ -184,13 +184,16 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-_WORTH_HELP = 4 * 1024 * 1024  # bytes; below it the wake-up costs as much as it saves
-_PIECE = LARGE_COPY  # smaller pieces would go through the caches
+_WORTH_HELP = 4 * 1024 * 1024  # in bytes; for smaller copies a wake-up costs as much as it saves
+_PIECE = LARGE_COPY  # smaller pieces would be copied through the caches
 _MOST_HELPERS = 3
 
 
 class _Job:
-    """A copy that is cut into pieces; the iterator `numbers` gives each piece to one thread."""
+    """A large copy that is cut into pieces.
+
+    The iterator `numbers` assigns each piece to one thread.
+    """
 
     __slots__ = ("_lock", "_source", "_target", "_unfinished", "finished", "numbers")
 
@@ -204,7 +207,7 @@ class _Job:
         self.numbers: Iterator[int] = iter(range(self._unfinished))
 
     def help(self) -> None:
-        """Copy pieces until all are taken."""
+        """Copy pieces until all pieces are assigned."""
         for number in self.numbers:  # atomic, because the iterator is implemented in C
             piece = slice(number * _PIECE, (number + 1) * _PIECE)
             np.copyto(self._target[piece], self._source[piece])
@@ -219,7 +222,8 @@ class Copier:
 
     def __init__(self, threads: int) -> None:
         self._helpers = max(0, min(threads - 1, _MOST_HELPERS))
-        self._jobs: SimpleQueue[_Job] | None = None  # created by the first large copy
+        # Queue of the helper threads, created by the first large copy.
+        self._jobs: SimpleQueue[_Job] | None = None
 
     def copy(self, target: Array, source: Array) -> None:
         """Execute `target[...] = source` for arrays of one shape and type that do not overlap."""

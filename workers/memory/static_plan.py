@@ -130,16 +130,21 @@ def _row(spec: TensorSpec) -> int:
     return element_count(spec.dims) * ITEM_SIZE[spec.datatype]
 
 
-_WARM_UPS = 3  # torch's advice, because libraries choose their algorithms in the first calls
+# Torch recommends warm-ups, because libraries choose their algorithms in the first calls.
+_WARM_UPS = 3
 
 Tensors = Mapping[str, "torch.Tensor"]
 
 
 class Recorder(Protocol):
-    """A recorder of the work that a call does on a device."""
+    """The interface of a recorder of the work that a call submits to a device."""
 
     def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """Return the function that repeats the call's work, and the results of each replay."""
+        """Record a call.
+
+        Returns:
+            The function that repeats the call's work, and the results of each replay.
+        """
 
     def reserved(self) -> int:
         """Return the bytes of device memory that this process has reserved."""
@@ -174,7 +179,10 @@ class CudaRecorder(Recorder):
 
 
 class Graphs:
-    """The recorded graphs of a model; `workspace` is the memory that recording has reserved."""
+    """The recorded CUDA graphs of a model.
+
+    `workspace` is the number of bytes that recording has reserved.
+    """
 
     def __init__(
         self,

@@ -267,11 +267,11 @@ class StepSchedulers(Links):
             self._links.open(endpoint)
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
-        if not self._neighbours.post(endpoint, self._identity, message):
+        if not self._neighbours.call(endpoint, self._identity, message):
             self._links.queue(endpoint, message, byte_size or message_size(message))
 
     def post(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        if not self._neighbours.post(endpoint, self._identity, message):
+        if not self._neighbours.call(endpoint, self._identity, message):
             self._links.post(endpoint, message)
 
     defer = post  # all queued messages are sent at the end of the turn

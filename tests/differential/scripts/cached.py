@@ -7,7 +7,6 @@ CACHE = "response_cache { enable: true }"
 
 
 def cached(name: str, more: str = "", one: str = "") -> Model:
-    """A model with a cache."""
     return recorder(name, CACHE + more, one=one)
 
 

@@ -43,7 +43,6 @@ def one_of_a_batch() -> Script:
 
 
 def streamed_and_waiting() -> Script:
-    """A stream with a request that waits is closed."""
     name = "streamed_and_waiting"
     steps: list[Step] = [Ask("a", name, 1), Ask("s", name, 2, stream=True), Ask("b", name, 3)]
     return Script(name, [recorder(name, BATCHER)], [*steps, Cancel("s"), Drain()])

@@ -21,7 +21,6 @@ LONG = "max_queue_delay_microseconds: 60000000"
 
 
 def model(name: str, batching: str = "", **options: Any) -> Model:
-    """A model with a dynamic batcher."""
     return recorder(name, f"dynamic_batching {{ {BOUND} {batching} }}", **options)
 
 

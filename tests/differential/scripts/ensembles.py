@@ -37,7 +37,6 @@ def ensemble(
     outputs: Sequence[str] = (OUT,),
     size: int = 8,
 ) -> Model:
-    """An ensemble."""
     config = f"""
         platform: "ensemble"
         max_batch_size: {size}
@@ -120,7 +119,6 @@ def decoupled() -> Script:
 
 
 def nested() -> Script:
-    """An ensemble in an ensemble, and the error of its step."""
     name = "nested"
     models = [recorder(f"{name}_1", one=ADD), recorder(f"{name}_2", one=FAIL)]
     inner = ensemble(f"{name}_inner", through(f"{name}_1", "INPUT0", "OUT"))

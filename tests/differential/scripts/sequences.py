@@ -32,7 +32,6 @@ def model(
 
 
 def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) -> Script:
-    """Steps of one model, the name of which they have as `name`."""
     return Script(name, [model(name, strategy, **options)], steps)
 
 
@@ -46,7 +45,6 @@ class Asking:
     def __call__(
         self, sequence: int | str, start: bool = False, end: bool = False, timeout_us: int = 0
     ) -> Ask:
-        """The next request of this sequence."""
         count = self._count[sequence] = self._count.get(sequence, 0) + 1
         label = f"{sequence}{'abcdefgh'[count - 1]}"
         return Ask(
@@ -137,7 +135,6 @@ def backlog_oldest() -> Script:
 
 
 def backlog_timeout() -> Script:
-    """A timeout counts in the backlog, and for the whole sequence."""
     name = "backlog_timeout"
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(1, timeout_us=60_000_000)]
@@ -147,7 +144,6 @@ def backlog_timeout() -> Script:
 
 
 def refused() -> Script:
-    """Requests that are no sequence's."""
     name = "refused"
     ask = Asking(name)
     steps: list[Step] = [
@@ -180,7 +176,6 @@ def typed(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
 
 
 def of_text() -> Script:
-    """Texts as ids."""
     name = "typed_string"
     made = model(name, control=controls("TYPE_STRING", "int32"))
     steps: list[Step] = [Ask("a", name, sequence="first", start=True), Drain()]
@@ -201,7 +196,6 @@ def shapes_apart() -> Script:
 
 
 def cancelled(name: str, strategy: str) -> Script:
-    """A request that waits is cancelled."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(1), ask(2, start=True), Cancel("1b"), Elapse(0.3)]
     return scene(name, [*steps, Drain()], strategy)

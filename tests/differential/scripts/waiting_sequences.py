@@ -52,7 +52,6 @@ def again_in_the_backlog(name: str, strategy: str) -> Script:
 
 
 def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
-    """A sequence that waits for a slot, of which a request is cancelled."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2), Cancel("2a"), Elapse(0.3)]
     made = model(name, strategy, max_batch_size=1)

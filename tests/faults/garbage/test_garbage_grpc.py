@@ -155,7 +155,6 @@ def test_floods(server: Server, name: str) -> None:
 
 
 def requests() -> Iterator[bytes]:
-    """Serialized requests that cannot be."""
     right = simple_request().SerializeToString()
     yield from (right[:cut] for cut in range(0, len(right), 3))
     yield from (_RANDOM.randbytes(size) for size in (1, 10, 1000, 100_000))

@@ -66,7 +66,6 @@ def wrong_types() -> Iterator[bytes]:
 
 
 def garbage() -> Iterator[bytes]:
-    """Frames that are not of the protocol."""
     for size in (0, 1, 2, 10, 1000, 100_000):
         yield RANDOM.randbytes(size)
     yield msgpack.packb(None)
@@ -185,7 +184,6 @@ def test_the_identity_of_another(server: Server) -> None:
 
 
 def ended(link: Dealer) -> bool:
-    """Whether the other end has ended this link."""
     link.receive()
     return not link.connected
 

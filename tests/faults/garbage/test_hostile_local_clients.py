@@ -40,7 +40,6 @@ _SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that sees one local client after the other."""
     with running(make_repository(tmp_path_factory.mktemp("guests"))) as started:
         with Load(started):
             pass
@@ -140,7 +139,6 @@ def half_frames(local_client: Guest, stage: Scene) -> None:
 
 
 def a_frame_too_large(local_client: Guest, stage: Scene) -> None:
-    """It is not waited for."""
     for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
@@ -267,7 +265,6 @@ def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
 
 
 def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
-    """One answer, to the first."""
     link = local_client.link("gated")
     numbers = TensorRef("INPUT0", "INT32", (1, 1), (7).to_bytes(4, "little"))
     link.send(submit((numbers,), 5))

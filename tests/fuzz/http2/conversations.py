@@ -39,12 +39,10 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is, in a word."""
         return _KINDS.get(self.sent[3], "UNKNOWN") if self.sent else self.what
 
     @property
     def of(self) -> int:
-        """The stream that it is of."""
         return int.from_bytes(self.sent[5:9], "big") & 0x7FFFFFFF if self.sent else self.stream
 
 

@@ -49,7 +49,6 @@ def _resets(seen: Seen, other: Seen) -> str:
 
 
 def written(fields: Fields) -> str:
-    """Fields in a line."""
     return repr(b" ".join(b"=".join(it) for it in fields))
 
 

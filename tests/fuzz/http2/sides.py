@@ -61,8 +61,6 @@ class Seen:
 
 
 class Side(Protocol):
-    """An engine."""
-
     seen: Seen
 
     def take(self, sent: bytes) -> None:

@@ -39,7 +39,6 @@ _LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A server of MODELS, all on the device."""
     for name, engine in MODELS.items():
         write_folder(models / name / "1")
         (models / name / "config.pbtxt").write_text(CONFIG)
@@ -71,7 +70,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
-    """The text behind a prompt."""
     body = {
         "input_ids": prompt,
         "exclude_input_in_output": True,

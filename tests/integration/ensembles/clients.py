@@ -16,7 +16,6 @@ def floats(*values: float) -> np.ndarray:
 
 
 def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
-    """Inputs for this kind of tritonclient."""
     made = []
     for name, array in arrays.items():
         given = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))

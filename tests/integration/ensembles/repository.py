@@ -21,7 +21,6 @@ TELL = """
 
 
 def write(repository: Path) -> None:
-    """All of them."""
     _models(repository)
     _ensembles(repository)
 

@@ -32,7 +32,6 @@ def repository(tmp_path: Path) -> Path:
 
 
 def schedulers(server: Server) -> list[str]:
-    """The titles of the processes that host schedulers."""
     titles = server.titles().elements()
     return sorted(title for title in titles if title.startswith(("scheduler ", "ensemble ")))
 

@@ -40,7 +40,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def address(server: Server) -> str:
-    """The address that clients are given."""
     return f"http://{server.url}/v1"
 
 

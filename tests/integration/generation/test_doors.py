@@ -69,7 +69,6 @@ def too_long(server: Server) -> None:
 
 
 def closed(server: Server) -> None:
-    """A client closes its stream."""
     with client_of(server) as client:
         stream = client.completions.create(**ENDLESS, stream=True)
         next(iter(stream))

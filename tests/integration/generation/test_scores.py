@@ -20,7 +20,6 @@ Scores = Callable[[list[int]], Any]
 
 @pytest.fixture(scope="session")
 def tokens() -> list[int]:
-    """The tokens of the prompt."""
     from tokenizers import Tokenizer
 
     ids: list[int] = Tokenizer.from_str(tokenizer_text()).encode(PROMPT).ids

@@ -50,7 +50,6 @@ def whole(server: Server, samples: int = 1, **more: Any) -> list[str]:
 
 
 def running_now(server: Server) -> float:
-    """The sequences that have blocks now."""
     return server.metric("shmserve_llm_requests_running", model="tiny")
 
 

@@ -236,7 +236,6 @@ def gauge(server: Server, begin: str) -> list[float]:
 
 
 def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
-    """The status of a response, and its body."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()

@@ -33,7 +33,6 @@ class Way:
 
     @contextlib.contextmanager
     def channel(self, **options: int) -> Iterator[grpc.Channel]:
-        """A channel with a connection of its own."""
         arguments = [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.max_receive_message_length", -1),
@@ -76,7 +75,6 @@ def plain(repository: Path) -> Iterator[Way]:
 
 @pytest.fixture(scope="module")
 def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
-    """A server with TLS."""
     keys = certificates.make(tmp_path_factory.mktemp("keys"))
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl", *flags, grpc=True) as server:

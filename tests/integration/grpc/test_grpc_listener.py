@@ -130,8 +130,6 @@ def test_the_shells_client_with_https(keys: Path, capsys: pytest.CaptureFixture[
 
 
 class Ready(http.server.BaseHTTPRequestHandler):
-    """A server that is ready."""
-
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()

@@ -189,7 +189,6 @@ SERVICES = [
 
 
 def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
-    """The answers to questions in one call."""
     request, response = (
         reflection_pb2.ServerReflectionRequest,
         reflection_pb2.ServerReflectionResponse,

@@ -50,7 +50,6 @@ def hosted() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def server(hosted: LocalServer) -> Iterator[Server]:
-    """A client of the server."""
     with shmserve.client.connect(hosted.run_dir) as connected:
         yield connected
 

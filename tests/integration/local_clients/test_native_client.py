@@ -41,7 +41,6 @@ def rows(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(rows: Server) -> Iterator[shmserve.client.Server]:
-    """A connection to it."""
     with shmserve.client.connect(rows.run_dir) as connected:
         yield connected
 

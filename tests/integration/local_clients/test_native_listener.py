@@ -36,14 +36,12 @@ CLIENT = ROOT / "examples" / "c_client" / "infer.c"
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A server of two small models."""
     repositories.add(models, "simple", "identity")
     return start(models)
 
 
 @pytest.fixture
 def local_client(server: Server) -> Iterator[Guest]:
-    """A local client."""
     with contextlib.closing(Guest(server).hello()) as made:
         yield made
 

@@ -30,7 +30,6 @@ instance_group [ {{ kind: KIND_CPU }} ]
 
 
 def copied(server: Server) -> dict[str, float]:
-    """Bytes by direction."""
     return {
         direction: server.metric("shmserve_copied_bytes_total", direction=direction)
         for direction in ("in", "out")

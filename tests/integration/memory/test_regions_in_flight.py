@@ -18,7 +18,6 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 @pytest.fixture(scope="module")
 def server(models: Path, host: Callable[[Path], Server]) -> Server:
-    """The models "gated" and "identity"."""
     repositories.add(models, "gated", "identity")
     return host(models)
 

@@ -60,7 +60,6 @@ class Clients:
         self.answers.append("" if right else f"{reply.status}: {reply.body!r}")
 
     def end(self) -> None:
-        """Each has its answer."""
         for thread in self._threads:
             thread.join()
         assert self.answers == [""] * len(self._threads)

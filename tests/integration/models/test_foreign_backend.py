@@ -31,7 +31,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def add(repository: Path, name: str, table: np.ndarray) -> None:
-    """A model as the README has it."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "table"\n')

@@ -187,7 +187,6 @@ def add(
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Models with state."""
     plain = SUM.format(dims="dims: [ 1 ]", how="") + COUNT % ""
     add(models, "zero", MODULE, plain)
     add(models, "candidates", MODULE, plain, strategy="oldest { max_candidate_sequences: 8 }")
@@ -222,13 +221,11 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    """A client of it."""
     with shmserve.client.connect(server.run_dir) as connected:
         yield connected
 
 
 def number(value: float, *shape: int) -> Any:
-    """A tensor of one element."""
     return np.full(shape or (1, 1), value, np.float32)
 
 

@@ -55,7 +55,6 @@ def states(http: Http, **body: bool) -> dict[str, str]:
 
 
 def answer(http: Http, name: str) -> int:
-    """What a model answers."""
     return int(http.infer(name, ASK).tensors()["OUTPUT0"][0])
 
 
@@ -76,7 +75,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(repository: Path, start: Start) -> Server:
-    """A server of it, with all of it on demand."""
     return start(repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True)
 
 
@@ -97,7 +95,6 @@ def loads(server: Server, name: str) -> int:
 
 
 def grpc_input() -> list[triton_grpc.InferInput]:
-    """The input of "constant"."""
     given = triton_grpc.InferInput("INPUT0", [1], "INT32")
     given.set_data_from_numpy(np.zeros(1, np.int32))
     return [given]

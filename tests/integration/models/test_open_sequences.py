@@ -45,7 +45,6 @@ def ask(server: Server, sequence: int, start: bool = False, end: bool = False) -
 
 
 def total(reply: Reply) -> int:
-    """The sum that a response has."""
     return int(reply.ok().json()["outputs"][0]["data"][0])
 
 

@@ -52,7 +52,6 @@ class Weigh(nn.Module):
         self.weight = nn.Parameter(torch.full((4,), 2.0))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Weigh and add."""
         return self.weight * a + b
 
 

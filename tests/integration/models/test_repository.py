@@ -32,13 +32,11 @@ Explicit = tuple[Server, Path]
 
 
 def source(answer: int) -> str:
-    """The code of a model that answers this."""
     text = (repositories.MODELS / "constant" / "1" / "model.py").read_text()
     return text.replace("ANSWER = 1", f"ANSWER = {answer}")
 
 
 def rewrite(repository: Path, text: str, version: int = 1, name: str = "constant") -> None:
-    """Replace the code of a version."""
     folder = repository / name / str(version)
     folder.mkdir(exist_ok=True)
     fresh = folder / "model.py.new"
@@ -47,7 +45,6 @@ def rewrite(repository: Path, text: str, version: int = 1, name: str = "constant
 
 
 def answer(http: Http, model: str = "constant") -> int:
-    """What the model answers."""
     return int(http.infer(model, ASK).tensors()["OUTPUT0"][0])
 
 

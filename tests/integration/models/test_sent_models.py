@@ -96,7 +96,6 @@ def load_over_http(http: Http, parameters: dict[str, str]) -> str:
 
 
 def load_over_grpc(call: Any, parameters: dict[str, str]) -> str:
-    """The same."""
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     try:
         call.RepositoryModelLoad(over_grpc(CONFIG) if parameters else request, timeout=20)

@@ -61,7 +61,6 @@ def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
 
 
 def sums(*replies: Future[Reply]) -> list[int]:
-    """The sums that these responses have."""
     return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
 
 

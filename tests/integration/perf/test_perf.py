@@ -98,7 +98,6 @@ sequence_batching {
 
 @pytest.fixture(scope="module")
 def asked(models: Path, start: Start) -> Server:
-    """A server of the models above."""
     repositories.add(models, "simple", "identity")
     repositories.write(models, "counter", COUNTER_CONFIG, COUNTER)
     repositories.write(models, "strict", STRICT_CONFIG, STRICT)

@@ -45,7 +45,6 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def guarded(models: Path, start: Start) -> Server:
-    """One that asks for tokens."""
     repositories.add(models / "models", "identity")
     tokens = models / "tokens"
     tokens.write_text(f"{TOKEN} metrics\n{OTHER} inference\n")

@@ -42,7 +42,6 @@ def events(server: Server) -> Iterator[EventReader]:
 
 
 def heard(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
-    """What happens until this does."""
     found: list[Any] = []
     for told in events.follow():
         assert not told.lost

@@ -29,14 +29,12 @@ FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=lo
 
 
 def dashboard() -> dict[str, Any]:
-    """As the command prints it."""
     printed = run_command("grafana")
     assert (printed.returncode, printed.stderr) == (0, "")
     return dict(json.loads(printed.stdout))
 
 
 def alerts() -> list[dict[str, Any]]:
-    """Its rules."""
     printed = run_command("grafana", "--alerts")
     assert (printed.returncode, printed.stderr) == (0, "")
     (group,) = yaml.safe_load(printed.stdout)["groups"]
@@ -45,7 +43,6 @@ def alerts() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A model of every kind."""
     watched.add_models(models, generative=True)
     return start(models, *FLAGS)
 
@@ -154,13 +151,11 @@ class Prometheus:
         return [value for value in values if not math.isnan(value)]
 
     def scrapes(self) -> bool:
-        """Whether it has scraped."""
         with contextlib.suppress(OSError):
             return self.numbers("up") == [1.0]
         return False
 
     def stop(self) -> None:
-        """End it."""
         self._process.terminate()
         self._process.wait(20)
 

@@ -41,7 +41,6 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A server to look at."""
     repositories.add(models, "simple", "identity")
     return start(models, "--gateways=2")
 

@@ -150,14 +150,12 @@ class Cluster:
         raise AssertionError((self.folder / "log").read_text()[-6000:])
 
     def kill_second(self) -> None:
-        """Kill the second node."""
         assert self._process.stdin
         self._process.stdin.write("kill\n")
         self._process.stdin.flush()
         self._wait("killed")
 
     def stop(self) -> None:
-        """End it."""
         self._process.communicate(timeout=60)
         assert self._process.returncode == 0
 

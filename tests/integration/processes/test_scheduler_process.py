@@ -111,13 +111,11 @@ class Stage:
         self.worker.send(m.InstanceReady(0, os.getpid()))
 
     def join(self, endpoint: str, identity: str) -> Dealer:
-        """One more peer of the scheduler."""
         link = Dealer(endpoint, identity)
         self.links.append(link)
         return link
 
     def tell(self, message: Any) -> None:
-        """Speak as the supervisor."""
         self.control.post(self.address, message)
         self.control.flush()
 
@@ -163,13 +161,11 @@ class Stage:
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
     def statistics(self) -> dict[str, Any]:
-        """What the scheduler counted."""
         self.client.send(m.ReportStatistics(0))
         statistics: dict[str, Any] = self.next(self.client).statistics
         return statistics
 
     def close(self) -> None:
-        """End everything."""
         self.process.kill()
         self.process.wait()
         self.control.close()
@@ -179,7 +175,6 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    """A scheduler that is ready."""
     with tempfile.TemporaryDirectory(prefix="shmserve-") as run_dir:
         made = Stage(Path(run_dir))
         try:

@@ -71,7 +71,6 @@ def installed(systemd: Systemd) -> Systemd:
 
 
 def run_beside(systemd: Systemd, unit: str, text: str) -> None:
-    """Have a service, by its text."""
     systemd.path(f"/etc/systemd/system/{unit}").write_text(text)
     systemd.run("systemctl", "daemon-reload")
     started = systemd.run("systemctl", "start", unit)
@@ -84,7 +83,6 @@ def log(systemd: Systemd, *which: str) -> str:
 
 
 def start(systemd: Systemd, *units: str) -> None:
-    """Start units, which must do."""
     started = systemd.run("systemctl", "enable", "--now", *units)
     assert "status" not in started, started + log(systemd)
 

@@ -59,7 +59,6 @@ def first(repository: Path, run_dir: Path, *flags: str, **environment: str) -> I
 
 
 def next_to(server: Server, repository: Path, *flags: str) -> Server:
-    """One that is to take its place."""
     ports = server.http_port, server.metrics_port
     return Server([repository], [TAKE_OVER, *flags], run_dir=server.run_dir, ports=ports)
 
@@ -76,7 +75,6 @@ def refusal(run_dir: Path, repository: Path) -> str:
 
 
 def assert_untouched(server: Server) -> None:
-    """It serves as before."""
     with server.http() as http, shmserve.client.connect(server.run_dir) as native:
         http.get("/v2/health/ready").ok()
         assert native.models()

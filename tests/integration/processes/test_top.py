@@ -64,7 +64,6 @@ class Terminal:
         return self.screen()
 
     def press(self, keys: str) -> None:
-        """Type."""
         os.write(self._ours, keys.encode())
 
     def close(self) -> None:

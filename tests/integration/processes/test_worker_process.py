@@ -114,7 +114,6 @@ class Worker:
         return message
 
     def tell(self, message: Any) -> None:
-        """As the supervisor."""
         self.control.post(b"worker.5.0.%d" % self.pid, message)
         self.control.flush()
 
@@ -163,12 +162,10 @@ class Worker:
         return sorted(done.replies, key=lambda reply: reply.key)
 
     def answer(self, reply: Reply) -> Inferred:
-        """A reply that must be a success."""
         assert reply.code == "", reply.message
         return inferred_of(reply)
 
     def wait(self) -> int:
-        """The exit status of the process."""
         assert self.process is not None
         return self.process.wait(_PATIENCE_MS / 1000)
 
@@ -183,7 +180,6 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def zygote() -> None:
-    """The process from which workers are forked, which outlives the tests."""
     forker(WORKER)
 
 

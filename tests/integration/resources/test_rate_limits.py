@@ -32,7 +32,6 @@ def add(repository: Path, name: str, group: str) -> None:
 
 
 def ask(server: Server, model: str, value: int) -> int:
-    """The status of a request."""
     with server.http() as http:
         given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
         return http.infer(model, {"inputs": given}).status

@@ -25,7 +25,6 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Models that count, with a cache and without one."""
     for name in ("counting", "batched", "native", "regions", "other"):
         more = CACHED + (" dynamic_batching {}" if name == "batched" else "")
         add_model(models, name, COUNTING, more=more)

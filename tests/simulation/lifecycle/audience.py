@@ -35,7 +35,6 @@ class SimulatedPeer:
         return isinstance(news, ModelPublished) and self.ensemble.uses(news.name)
 
     def hear(self, news: News | ReadinessChanged) -> None:
-        """It knows it now."""
         key = news.name, news.version
         if isinstance(news, ModelPublished):
             self.known[key] = news
@@ -65,12 +64,10 @@ class SimulatedAudience:
 
     @property
     def gateways(self) -> list[SimulatedPeer]:
-        """Those that are there."""
         return [peer for peer in self._peers.values() if peer.ensemble is None]
 
     @property
     def ensembles(self) -> list[SimulatedPeer]:
-        """Those that are there."""
         return [peer for peer in self._peers.values() if peer.ensemble is not None]
 
     # --- as SupervisorContext
@@ -137,7 +134,6 @@ class SimulatedAudience:
             self._send(address, peer, news)
 
     def left(self, key: Hashable) -> None:
-        """A process is gone."""
         if self._peers.pop(key, None) is not None:
             self.acknowledgements.exited(key)
 

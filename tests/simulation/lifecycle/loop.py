@@ -41,7 +41,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # --- as asyncio has it
 
     def time(self) -> float:
-        """Virtual seconds."""
         return self._world.now_ns / SECOND
 
     def call_soon(
@@ -59,7 +58,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """At a time."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self._world.after(max(0, round((when - self.time()) * SECOND)), self._call, handle)
         return handle

@@ -115,7 +115,6 @@ class LifecycleOracles:
     # --- orders
 
     def entered(self, order: Order) -> None:
-        """It is to be followed."""
         self.orders.append(order)
         self._executor.world.note("entered", self.title(order))
 
@@ -202,7 +201,6 @@ class LifecycleOracles:
             self.broke(f"10: {name} {number} is withdrawn, and no order says so")
 
     def _check_no_user(self, name: str) -> None:
-        """It is unloaded, and its ensembles were before it."""
         audience = self._executor.audience
         for news in audience.last.values():
             if isinstance(news, ModelPublished):
@@ -242,7 +240,6 @@ class LifecycleOracles:
                 self.broke(f"5: {version} has ended, and {child} has not")
 
     def updated(self, order: Order) -> None:
-        """Its updates are over."""
         self._executor.updating.discard(order)
 
     def _check_unknown(self, version: ObservedVersion, how: str) -> None:
@@ -270,7 +267,6 @@ class LifecycleOracles:
         return version in found
 
     def discarded(self, folder: Path) -> None:
-        """It is removed."""
         for version in self._executor.alive:
             if folder in self._executor.repository.folders and version.spec.model_dir == folder:
                 self.broke(f"14: {folder} is removed, and {version} runs")
@@ -278,7 +274,6 @@ class LifecycleOracles:
     # --- states
 
     def _check_heard(self, version: ObservedVersion) -> None:
-        """It serves from now on."""
         audience = self._executor.audience
         for gateway in audience.gateways:
             if (
@@ -350,7 +345,6 @@ class LifecycleOracles:
     # --- the end
 
     def check_quiet(self) -> None:
-        """All has happened that was to."""
         executor = self._executor
         for order in self.orders:
             if self._answers[order] != 1:

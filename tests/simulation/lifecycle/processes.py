@@ -52,7 +52,6 @@ class SimulatedChild(Child):
         return f"{self.title} ({self.pid - _HIGHEST_PID})"
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
-        """It ends soon."""
         world = self._processes.world
         self.to_end = True
         world.after(world.between(10 * US, 5 * MS), self._processes.die, self, "signal 9")
@@ -75,12 +74,10 @@ class SimulatedProcesses:
 
     @property
     def workers(self) -> list[SimulatedChild]:
-        """Those with a model."""
         return [child for child in self.alive.values() if child.version is not None]
 
     @property
     def hosts(self) -> list[SimulatedChild]:
-        """Those with schedulers."""
         return [child for child in self.alive.values() if child.version is None]
 
     # --- as a zygote
@@ -143,7 +140,6 @@ class SimulatedProcesses:
         self.audience.left(address)
 
     def send(self, address: Address, message: Any) -> None:
-        """It hears one after the other."""
         child = self.alive.get(pid_of(address))
         if child is None or address not in self._handlers:
             return

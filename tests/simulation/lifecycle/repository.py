@@ -55,7 +55,6 @@ class DrawnRepository:
         return sorted(self._random.sample(below, self._random.randint(1, 2)))
 
     def has_environments(self) -> bool:
-        """No model has an environment of its own."""
         return False
 
     def change(self) -> None:

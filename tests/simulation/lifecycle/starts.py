@@ -31,7 +31,6 @@ class Starts:
         self._rows: dict[Instance | None, _Row] = {}
 
     def begin(self, memory_range: Instance) -> None:
-        """A process of an instance is started."""
         row = self._rows.get(memory_range)
         if row is None:
             self._rows[memory_range] = _Row()
@@ -44,7 +43,6 @@ class Starts:
         row.ready_at = None
 
     def ready(self, memory_range: Instance | None) -> None:
-        """It has loaded."""
         if memory_range in self._rows:
             self._rows[memory_range].ready_at = self._clock()
             self._rows[memory_range].failed = 0

@@ -58,7 +58,6 @@ class ObservedVersion(ModelVersion):
 
     @property
     def memory_ranges(self) -> list[Instance]:
-        """The instances."""
         return self.instances._all
 
     @property

@@ -25,7 +25,6 @@ _TIMEOUT_S = 120.0
 
 
 def build_go(to: Path) -> Path:
-    """The program of client.go."""
     if shutil.which("go") is None:
         pytest.skip("there is no Go here (Debian: golang-go, golang-google-grpc-dev)")
     run(["go", "build", "-o", str(to), str(HERE / "client.go")], _GO)
@@ -41,7 +40,6 @@ def find_node() -> list[str]:
 
 
 def run_node(command: Sequence[str]) -> str:
-    """As `run`, with the packages that it needs."""
     return run(command, {"NODE_PATH": str(_NODE_MODULES)})
 
 

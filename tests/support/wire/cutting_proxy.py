@@ -82,7 +82,6 @@ class CuttingProxy:
 
 
 def connect_unix(path: Path) -> socket.socket:
-    """A connection to a unix socket."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(str(path))

@@ -36,7 +36,6 @@ def simple_request(request_id: str = "", *, raw: bool = True, **members: Any) ->
 
 
 def request_of(model: str, array: np.ndarray, datatype: str, request_id: str = "") -> Any:
-    """One input, INPUT0."""
     request = pb.ModelInferRequest(model_name=model, id=request_id)
     request.inputs.add(name="INPUT0", datatype=datatype, shape=array.shape)
     request.raw_input_contents.append(array.tobytes())
@@ -44,7 +43,6 @@ def request_of(model: str, array: np.ndarray, datatype: str, request_id: str = "
 
 
 def memory_range(tensor: Any, region: str, byte_size: int, offset: int = 0) -> None:
-    """Say that a tensor is in a region."""
     tensor.parameters["shared_memory_region"].string_param = region
     tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
     if offset:

@@ -19,7 +19,6 @@ _AHEAD = 65536
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame."""
     head = struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream)
     return head + payload
 
@@ -37,7 +36,6 @@ def block(*headers: tuple[bytes, bytes]) -> bytes:
 
 
 def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
-    """The headers of a call."""
     return block(
         (b":method", b"POST"),
         (b":scheme", b"http"),

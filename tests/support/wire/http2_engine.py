@@ -127,7 +127,6 @@ class Engine:
         return fresh
 
     def stream(self, number: int) -> Stream:
-        """A stream that has begun."""
         return self.requests[number].stream
 
     @property
@@ -141,7 +140,6 @@ class Engine:
 
     @property
     def resets(self) -> dict[int, FaultCode]:
-        """The streams that the engine has reset, and why."""
         return {
             sent.stream: FaultCode(int.from_bytes(sent.payload, "big"))
             for sent in self.sent

@@ -54,7 +54,6 @@ class Reply:
 
     @property
     def error(self) -> str:
-        """The text of an error response."""
         assert self.status != 200, self.body
         answer = self.json()
         assert list(answer) == ["error"], answer
@@ -132,7 +131,6 @@ def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
 def shm_input(
     name: str, datatype: str, shape: Sequence[int], region: str, byte_size: int, offset: int = 0
 ) -> dict[str, Any]:
-    """An input whose data is in a region."""
     return {
         "name": name,
         "datatype": datatype,
@@ -142,7 +140,6 @@ def shm_input(
 
 
 def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
-    """The parameters of a tensor in a region."""
     found: dict[str, Any] = {"shared_memory_region": region, "shared_memory_byte_size": byte_size}
     if offset:
         found["shared_memory_offset"] = offset
@@ -195,11 +192,9 @@ class Http:
             raise
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> Reply:
-        """GET."""
         return self.call("GET", path, None, headers)
 
     def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """POST."""
         return self.call("POST", path, body, headers)
 
     def infer(self, model: str, request: Any, headers: Mapping[str, str] | None = None) -> Reply:
@@ -213,11 +208,9 @@ class Http:
         return self.infer(model, *binary_request(inputs, **members))
 
     def load(self, model: str, **parameters: Any) -> Reply:
-        """POST to a model's load."""
         return self._repository(model, "load", parameters)
 
     def unload(self, model: str, **parameters: Any) -> Reply:
-        """POST to a model's unload."""
         return self._repository(model, "unload", parameters)
 
     def _repository(self, model: str, verb: str, parameters: Mapping[str, Any]) -> Reply:
@@ -230,15 +223,12 @@ class Http:
         return self.post(f"/v2/systemsharedmemory/region/{name}/register", body)
 
     def unregister(self, name: str = "") -> Reply:
-        """Unregister one region, or all."""
         return self.post(f"/v2/systemsharedmemory{'/region/' + name if name else ''}/unregister")
 
     def regions(self, name: str = "") -> Reply:
-        """The status of one region, or all."""
         return self.get(f"/v2/systemsharedmemory{'/region/' + name if name else ''}/status")
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 
@@ -255,7 +245,6 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect to the path."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.sock.settimeout(self.timeout)

@@ -29,13 +29,11 @@ def tool(name: str, *arguments: str | Path) -> str:
 
 
 def written(root: Path) -> set[str]:
-    """The files in an image."""
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
 @pytest.fixture(params=["cpu", "nvidia"])
 def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """An image with the units, and a token."""
     token = tmp_path / "etc/shmserve/token"
     token.parent.mkdir(parents=True)
     token.write_text("0123456789abcdef\n")

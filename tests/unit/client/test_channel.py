@@ -63,7 +63,6 @@ def listener(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[ServerConnection]:
-    """A connection to such a server."""
     with listener(tmp_path):
         made = ServerConnection(tmp_path, 5.0)
         yield made
@@ -258,7 +257,6 @@ def test_answers_are_copied_by_several_at_a_time(
 
 
 def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
-    """The array is the copy."""
     copy = bytearray(np.arange(4, dtype=np.float32).tobytes())
     built = SimpleNamespace(segments=(), as_torch=False)
     reader: Any = SimpleNamespace(built=built, copied=lambda _: copy)

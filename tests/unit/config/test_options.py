@@ -35,7 +35,6 @@ def refusal(*arguments: str, **environment: str) -> str:
 
 
 def a_value(flag: Flag) -> str:
-    """A value that the flag takes."""
     if flag.name == "config":
         return os.devnull  # is read at once
     if flag.choices:

@@ -89,8 +89,6 @@ def answer(number: int = 1) -> m.Finished:
 
 
 def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
-    """Run a story in an event loop."""
-
     async def told() -> None:
         rig = Rig(tmp_path)
         with contextlib.closing(rig):

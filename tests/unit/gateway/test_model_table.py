@@ -80,7 +80,6 @@ def generator(name: str, *aliases: str) -> Any:
 
 
 def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
-    """A gateway with models, and names of --served-model-name."""
     table = ModelTable(MagicMock())
     for each in models:
         table.publish(each)

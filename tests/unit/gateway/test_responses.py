@@ -22,7 +22,6 @@ def chat(**body: Any) -> dict[str, Any]:
 
 
 def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    """The events of a stream."""
     frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
     found = []
     for frame in frames:

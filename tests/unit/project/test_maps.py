@@ -20,7 +20,6 @@ def named(package: Path) -> set[str]:
 
 
 def entries(folder: Path) -> set[str]:
-    """The modules and packages in a folder."""
     packages = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
     return {path.name for path in folder.glob("*.py")} | packages
 

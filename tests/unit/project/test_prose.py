@@ -51,11 +51,11 @@ SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`(])|\n\s*\n|\n\s*[-*|#]")
 LONG = 28  # words
 
 BOUNDS = {
-    "docstring": {"headless": 2.0, "long": 2.5, "personified": 0.5, "vague": 1.0},
-    "comment": {"headless": 4.0, "long": 3.0, "personified": 0.5, "vague": 1.5},
-    "page": {"headless": 2.0, "long": 3.0, "personified": 1.0, "vague": 1.0},
+    "docstring": {"headless": 0.9, "long": 1.3, "personified": 0.1, "vague": 0.8},
+    "comment": {"headless": 0.9, "long": 2.1, "personified": 0.2, "vague": 0.5},
+    "page": {"headless": 1.5, "long": 1.8, "personified": 0.1, "vague": 0.4},
 }
-NO_VERB_PERCENT = 3.0  # of the docstrings of functions
+NO_VERB_PERCENT = 0.2  # of the docstrings of functions
 
 
 class Text(NamedTuple):
@@ -83,7 +83,6 @@ def tree(path: Path) -> ast.Module:
 
 
 def docstrings(path: Path) -> Iterator[Text]:
-    """The docstrings of a module."""
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)

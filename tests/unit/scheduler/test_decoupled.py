@@ -24,7 +24,6 @@ def started(**options: Any) -> tuple[Rig, bytes, int, int]:
 
 
 def part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
-    """Return a response to a client."""
     return m.Responded(number, "", "", *packed(response), final)
 
 

@@ -22,7 +22,6 @@ class Told(list[Any]):
     malformed = 0
 
     def post(self, message: Any) -> None:
-        """Queue a message."""
         self.append(message)
 
 

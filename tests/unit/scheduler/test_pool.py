@@ -12,12 +12,10 @@ LIMIT = 500
 
 @pytest.fixture
 def pool() -> Pool:
-    """A pool without a limit."""
     return Pool(0)
 
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
-    """A batch of one request."""
     client = Client[ScheduledRequest](b"77.ab", print)
     request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, DONE)
     return Execution(number, [request], Closed.IDLE, started_ns, started_ns)

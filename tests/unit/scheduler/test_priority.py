@@ -14,7 +14,6 @@ CLIENT = Client[ScheduledRequest](b"1.a", print)
 
 
 def request(key: int, level: int) -> ScheduledRequest:
-    """A queued request of this level."""
     return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, DONE, level)
 
 
@@ -37,7 +36,6 @@ class AgainstAList(RuleBasedStateMachine):
 
     @rule(level=LEVELS)
     def append(self, level: int) -> None:
-        """A request comes."""
         self.memory_ranges += 1
         made = request(self.memory_ranges, level)
         self.made.append(made)

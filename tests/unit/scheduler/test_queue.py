@@ -43,7 +43,6 @@ def submit(**fields: Any) -> Submit:
 
 
 def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledRequest:
-    """Admit `submit(**fields)`."""
     fit = BatchFit(fields.pop("batch_size", 1), b"")
     return queue.enqueue(CLIENT, submit(**fields), fit, now_ns)
 

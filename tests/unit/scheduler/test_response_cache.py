@@ -97,7 +97,6 @@ def answer_of(message: m.Finished) -> Packed:
 
 
 def hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
-    """A request that must not be executed."""
     (number,) = rig.submit(work=request, **fields)
     assert rig.executes() == []
     (response,) = rig.answers()

@@ -44,7 +44,6 @@ def run_dir() -> Iterator[Path]:
 async def published(
     run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, wanted: None
 ) -> AsyncIterator[EventPublisher]:
-    """An open publisher."""
     publisher = EventPublisher()
     publisher.open(endpoints.events(run_dir), on_subscription)
     try:
@@ -188,7 +187,6 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) -> EventFeed:
-    """One of these models."""
     process: Any = type("Process", (), {"pid": 7, "title": STARTED.title})()
     return EventFeed(
         publisher,
@@ -295,7 +293,7 @@ def test_the_page_has_every_event_and_field() -> None:
         ),
         (m.RegionRegistered("r", "", 0, 64, 0, 1), "region r: 64 bytes, on device 1, of uid 0"),
         (m.RegionUnregistered("r", ""), "region r: unregistered"),
-        (m.RegionBlamed("r", "cut"), "region r: a request was wrong (cut)"),
+        (m.RegionBlamed("r", "cut"), "region r: a request failed (cut)"),
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
 )

@@ -18,7 +18,6 @@ from shmserve.supervisor.host.service_manager import ServiceManager, progress_li
 
 @pytest.fixture(params=["path", "abstract"])
 def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
-    """A service manager's address, and where it hears."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         if request.param == "path":
             address = str(tmp_path / "notify")
@@ -215,7 +214,8 @@ def test_sockets_are_taken_by_their_names() -> None:
         assert ask([http], "http", pid="1") == ["{}", "[]"]
         (wrong, left) = ask([http, grpc], "http:other")
         assert wrong == (
-            "LISTEN_FDNAMES: a socket named 'other' (allowed for FileDescriptorName=: http, grpc, "
+            "LISTEN_FDNAMES: unknown socket name 'other' (allowed for FileDescriptorName=: http, "
+            "grpc, "
             "metrics, local)"
         )
         assert left == "[]"

@@ -18,7 +18,6 @@ from shmserve.supervisor.supervisor import Supervisor
 
 
 def supervisor() -> Any:
-    """One that has nothing to end."""
     config = from_flags(parse(["--model-repository=/tmp"]), {})
     parts: dict[str, Any] = {each.name: MagicMock() for each in fields(Supervisor) if each.init}
     parts["context"] = MagicMock(tasks=set(), config=config)

@@ -19,7 +19,6 @@ import_torch = "\d"
 
 @pytest.fixture(autouse=True)
 def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that has torch, whether or not this one has."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 

@@ -18,6 +18,5 @@ def no_server_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
-    """A worker without a model."""
     with rig(tmp_path) as made:
         yield made

@@ -56,7 +56,6 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
-    """A worker that has the stand-in's devices."""
     with rig(tmp_path) as made:
         memory = cuda.device_memory()
         made.context = dataclasses.replace(
@@ -85,12 +84,10 @@ def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> R
 
 
 def at(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
-    """The input x in device memory."""
     return tensor("x", rows, Range(memory, offset, rows.nbytes))
 
 
 def out(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
-    """The output y in device memory."""
     return (RequestedOutput("y", Range(memory, offset, byte_size)),)
 
 

@@ -34,7 +34,6 @@ class Clock:
         monkeypatch.setattr(scheduler_link, "time", stands_in)
 
     def start(self) -> None:
-        """As `Timer` says."""
         self.due_ns = self.now_ns + scheduler_link._MOST_HELD_NS
 
     def close(self) -> None:
@@ -58,18 +57,15 @@ class Wire:
         self.frames: list[list[Any]] = []
 
     def post(self, message: Any) -> None:
-        """As `Dealer` says."""
         self.queued.append(message)
 
     def flush(self) -> bool:
-        """As `Dealer` says."""
         if self.queued:
             self.frames.append(self.queued)
             self.queued = []
         return self.connected
 
     def send(self, message: Any) -> bool:
-        """As `Dealer` says."""
         self.post(message)
         return self.flush()
 
@@ -145,7 +141,6 @@ class Sender(Streams):
     streams: list[ResponseStream]
 
     def send(self, *values: float, final: bool = False, stream: int = 0) -> None:
-        """One response, or none."""
         output = Output("Y", "FP32", np.array(values, np.float32))
         self.streams[stream].send(Response([output]) if values else None, final)
 

@@ -45,7 +45,6 @@ def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
 
 
 def control(kind: str, **says: Any) -> dict[str, Any]:
-    """A control input that is named as its kind."""
     return {"name": kind, "control": [{"kind": f"CONTROL_SEQUENCE_{kind}", **says}]}
 
 
@@ -140,7 +139,6 @@ class Model:
         self.states = sequence_inputs.States(made, copies)
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:
-        """A request with the states of its slot."""
         packed = pack_inference(Inference(()))
         request = Request(Work(1, 1, *packed), RequestSchema(packed[0]), 1, {}, {})
         self.row = SequenceRow(slot, 1, flags, 7)
@@ -304,7 +302,6 @@ class Sequences:
         self.tell(Execute(1, works, rows=made))
 
     def tell(self, message: Any) -> None:
-        """A message of the scheduler."""
         self._made.instance.link._take(message)
         self._made.instance.serve_commands()
 

@@ -58,7 +58,6 @@ class StepBackend(FunctionBackend):
 
 
 def work(key: int, value: float) -> m.Work:
-    """A request of one number."""
     x = tensor("X", np.array([value], np.float32))
     return m.Work(key, CLIENT_PID, *pack_inference(inference(x)))
 

@@ -121,7 +121,6 @@ class Model(Streams):
     def ask(
         self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
     ) -> None:
-        """Begin a request."""
         tensors = []
         for name, value in given.items():
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)

@@ -32,7 +32,7 @@ from shmserve.workers.backends import Backend, Request, Response, ResponseStream
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
-from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer

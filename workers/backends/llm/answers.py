@@ -57,7 +57,7 @@ class SampleText:
         self.parser = MessageParser(form, parameters.stream) if message and form else None
         self.thoughts = 0
         self.index = index
-        self.count = 0  # number of tokens
+        self.count = 0  # number of generated tokens
         self.finish_reason = ""
         self.stop_reason: str | int | None = None
         self.sent_characters = self.sent_tokens = 0
@@ -66,7 +66,7 @@ class SampleText:
         self.logprobs: list[ScoredToken] = []
         self.open = True
         self.begun = False
-        self._sent_before = self._tokens_before = 0  # sent by other instances
+        self._sent_before = self._tokens_before = 0  # characters and tokens sent by other instances
         self._prompt, self._texts = prompt, texts
         self._echoed = len(echo)
         skip, self._dropped = parameters.skip_special_tokens, frozenset[int]()
@@ -95,7 +95,9 @@ class SampleText:
         count = min(len(self.pending), self._sent_before - self.sent_characters)
         if count > 0:
             if self.parser is not None:
-                self.parser.take()  # the other instance has sent it: responses end at tokens
+                # Discarded, because the other instance has sent it: responses end at token
+                # boundaries.
+                self.parser.take()
             self.pending = self.pending[count:]
             self.sent_characters += count
         if self.tokens and self.sent_tokens < self._tokens_before:
@@ -112,7 +114,8 @@ class SampleText:
             finish_reason: The finish reason if the last token ends the sample, else "".
             logprobs: The log probabilities of the tokens, if they are requested.
         """
-        if not self._prompt.parameters.max_tokens:  # only the prompt is scored
+        # If nothing is generated, only the prompt is scored.
+        if not self._prompt.parameters.max_tokens:
             self.finish_reason = "length"
             return False
         for position, token in enumerate(tokens):
@@ -189,7 +192,7 @@ def _likelihood(sample: SampleText) -> float:
 
 
 class TextResponse:
-    """The samples of one request, and the responses with them."""
+    """The samples of one request, and the responses that contain them."""
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class TextResponse:
         return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
     def choose(self, hypotheses: Sequence[Hypothesis]) -> None:
-        """Take the hypotheses of a beam search as samples."""
+        """Use the hypotheses of a beam search as samples."""
         for index, found in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(found.tokens, np.int32).tolist()
             sample = self._sample(index)
@@ -233,7 +236,7 @@ class TextResponse:
             self.samples.append(sample)
 
     def respond(self) -> bool:
-        """Send what the client has credit for; return whether that ended the request."""
+        """Send the responses that the client has credit for; return whether the request ended."""
         if not self.prompt.parameters.stream:
             return self.finished and self._send(self._best(), True)
         for sample in self.samples:
@@ -242,7 +245,7 @@ class TextResponse:
         return not any(sample.open for sample in self.samples)
 
     def _best(self) -> list[SampleText]:
-        """Return the likeliest samples per token, if more were generated than are wanted."""
+        """Return the samples with the highest likelihood per token, as many as are requested."""
         most = self.prompt.parameters.n
         if len(self.samples) <= most:
             return self.samples

@@ -18,9 +18,10 @@ from shmserve.errors import InvalidArgument, clip
 # Variables that have to be in the template if a request has them.
 _NEEDED = ("documents", "reasoning_effort")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")  # arguments of `tojson`
+# The arguments of Jinja's filter `tojson`.
+_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")
 _TESTS = ("string", "iterable", "sequence", "mapping")
-_END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
+_END = "CONTINUE_FINAL_MESSAGE_TAG "  # a text that marks the end of the message to be continued
 
 
 class GenerationTag(Extension):
@@ -56,11 +57,11 @@ class ChatTemplate:
         self._compiled: dict[str, _Compiled] = {}
 
     def render(self, given: Mapping[str, Any]) -> str:
-        """Render a conversation: its `messages`, and more.
+        """Render a conversation: its `messages`, and variables of the template.
 
-        Other members are variables of the template, such as `tools` and `documents`. The members of
-        `chat_template_kwargs` are variables, too. `chat_template` is the name of a template. With
-        `continue_final_message`, the text ends with that of the last message.
+        Other members of `given` are variables of the template, such as `tools` and `documents`. The
+        members of `chat_template_kwargs` are variables, too. `chat_template` is the name of a
+        template. With `continue_final_message`, the text ends with that of the last message.
 
         Raises:
             InvalidArgument: The template rejects the conversation.
@@ -135,7 +136,7 @@ class _Compiled(NamedTuple):
 
 
 def _check_used(given: Mapping[str, Any], template: _Compiled) -> None:
-    """Raise InvalidArgument if a template would ignore what a request asks for."""
+    """Raise InvalidArgument if a request has members that the template would ignore."""
     for name in _NEEDED:
         if given.get(name) and name not in template.variables:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
@@ -203,7 +204,7 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
 
 
 def _call(given: Any) -> Any:
-    """Return a call whose arguments are an object, unless their text is not JSON."""
+    """Return a tool call with its arguments as an object, unless their text is not JSON."""
     function = given.get("function") if isinstance(given, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str | None):

@@ -33,7 +33,7 @@ NO_TOKEN = "response_format: the other parameters forbid all tokens that the gra
 
 
 class Emitted(NamedTuple):
-    """The tokens that a step has added to a sequence; none: its prompt was scored in part."""
+    """The tokens that a step has added to a sequence; none if its prompt was scored in part."""
 
     sequence: int
     prompt: Prompt
@@ -45,7 +45,7 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class Planned:
-    """A row in its pass, with the index of its first row and that of its first logits."""
+    """A planned row in its pass, with the indices of its first row and of its first logits."""
 
     sequence: TokenSequence
     row: Row
@@ -57,7 +57,7 @@ class Planned:
 
 @dataclass(eq=False)
 class WorkerEngine:
-    """The sequences of one model.
+    """The executor of one model's steps, with its sequences.
 
     Attributes:
         prompts: The prepared requests by key.
@@ -105,7 +105,8 @@ class WorkerEngine:
 
     def _begin(self, message: Step) -> None:
         if message.step <= self._last:
-            self._sequences.clear()  # another scheduler, which restarts the numbering
+            # Another scheduler has taken over, which restarts the numbering of sequences.
+            self._sequences.clear()
         self._last = message.step
         for begin in message.begin:
             parent = self._sequences.get(begin.parent) if begin.parent else None
@@ -115,7 +116,7 @@ class WorkerEngine:
             elif prompt is not None and not begin.parent:
                 made = prompt.begin(begin.sequence, begin.sample)
             else:
-                continue  # its request has ended; the scheduler is notified by the result
+                continue  # its request has ended, which the step's result reports to the scheduler
             self._sequences[begin.sequence] = made
 
     def _prepared(self, message: Step) -> list[tuple[TokenSequence, Row]]:
@@ -143,7 +144,8 @@ class WorkerEngine:
                 error = failure(sequence.matcher)
                 if error is not None:
                     self.fail({sequence.prompt.key}, error)
-                    del self._sequences[row.sequence]  # the scheduler is notified by the result
+                    # The step's result reports this to the scheduler.
+                    del self._sequences[row.sequence]
                     continue
             planned.append(Planned(sequence, row, proposal, masks))
         return planned

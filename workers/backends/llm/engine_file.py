@@ -79,8 +79,8 @@ def _at(mark: yaml.Mark) -> str:
 
 
 _SHARE = 0.5  # share of the available memory for keys and values
-_FLOAT = 4  # bytes
-_HOST = -1  # the key of the host among GPU numbers
+_FLOAT = 4  # bytes of a float32
+_HOST = -1  # stands for the host among GPU numbers
 
 
 def sized(

@@ -17,9 +17,9 @@ from shmserve.workers.backends.llm.token_texts import TokenTexts
 
 
 class Grammars:
-    """A factory of matchers for one tokenizer.
+    """A factory of grammar matchers for one tokenizer.
 
-    Its library reads a large vocabulary for seconds, with the GIL held. A factory is therefore
+    The library takes seconds to read a large vocabulary, with the GIL held. A factory is therefore
     created before there are streams.
     """
 
@@ -27,13 +27,14 @@ class Grammars:
         import llguidance
 
         self._ends, self._tokenizer = ends, None
-        wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
+        # The library's type hints lack the list of end tokens.
+        wrapped: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocabulary, "eos_token": [*ends]}
         if not ends:
             return
         try:
             self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
-        except ValueError:  # a decoder that the library does not know
+        except ValueError:  # the library does not support the tokenizer's decoder
             self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, ends), **settings)
 
     def matcher(self, grammar: tuple[str, str], frame: str = "", name: str = "") -> Any:
@@ -58,7 +59,7 @@ class Grammars:
         try:
             made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
             if not made.get_error():
-                made.compute_bitmask()  # finds grammars that allow no text
+                made.compute_bitmask()  # raises for grammars that allow no text
             error = made.get_error() or _unsupported(made.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
@@ -117,9 +118,9 @@ def _json_grammar(text: str) -> Any:
 
 
 def _unsupported(warnings: list[str]) -> str:
-    """Return the warnings of a lenient compilation about keys that restrict texts.
+    """Return the warnings of a lenient compilation about JSON schema keys that restrict texts.
 
-    Python's sets have `uniqueItems`, which is left to the client.
+    `uniqueItems`, which schemas of Python's sets have, is left to the client.
     """
     found = [each for each in warnings if not each.startswith("Unknown format: ")]
     return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
@@ -131,7 +132,7 @@ def _reason(error: str) -> str:
 
 
 def failure(matcher: Any) -> InvalidArgument | None:
-    """Return the error of a matcher that can restrict the next tokens no more, or None."""
+    """Return the error of a matcher that can no longer restrict the next tokens, or None."""
     if not matcher.is_error():
         return None
     return InvalidArgument(

@@ -28,7 +28,7 @@ NAME = re.compile(r"[\w.:/-]+")
 
 
 class MalformedCall(Exception):
-    """An error: the text is not a tool call."""
+    """The error for a text that is not a valid tool call."""
 
 
 class ToolSyntax(NamedTuple):
@@ -98,8 +98,8 @@ class MessageParser:
     _ended: bool = False
     _parts: dict[str, str] = field(default_factory=dict)
     _calls: list[dict[str, Any]] = field(default_factory=list)
-    _count: int = 0  # number of calls
-    _held: str = ""  # white space at the begin of content, which is none beside a call
+    _count: int = 0  # number of calls so far
+    _held: str = ""  # white space at the beginning of content, which is dropped beside a call
     _blank: bool = True  # whether the content since the last call is white space
     _last: str = ""  # the last two characters of content
     _call: _Call | None = None
@@ -211,12 +211,12 @@ class MessageParser:
 
     @property
     def call(self) -> _Call:
-        """Return the call that is read."""
+        """Return the call that is being read."""
         assert self._call is not None
         return self._call
 
     def _announce(self, call: _Call, complete: bool = False) -> None:
-        """Pass on what is known of a call and was not passed on yet."""
+        """Pass on the parts of a call that are known and were not passed on yet."""
         if not call.name or not (self.stream or complete):
             return
         if self._count and not self.format.parallel and call.index < 0:
@@ -268,7 +268,7 @@ class MessageParser:
         return self._buffer[0]
 
     def pull(self, count: int) -> str:
-        """Read characters of the buffer."""
+        """Read `count` characters of the buffer."""
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         self._raw += taken
         return taken
@@ -353,7 +353,7 @@ class MessageParser:
                 raise MalformedCall
 
     def json_string(self) -> Reading[str]:
-        """Return a JSON string; raise Malformed for another value."""
+        """Read and return a JSON string; raise MalformedCall for another value."""
         yield from self.skip()
         parts: list[str] = []
         yield from self.json(parts.append)
@@ -363,7 +363,7 @@ class MessageParser:
         return found
 
     def json_arguments(self) -> Reading[None]:
-        """Pass on the arguments of a call: an object, an object as a string, or null."""
+        """Read and pass on the arguments of a call: an object, an object as a string, or null."""
         if (yield from self.skip()) == "{":
             yield from self.json(self.arguments)
             return
@@ -378,7 +378,7 @@ class MessageParser:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A tool call that is read; `sent` characters of its arguments were passed on."""
+    """A tool call that is being read; `sent` characters of its arguments were passed on."""
 
     name: str = ""
     arguments: str = ""

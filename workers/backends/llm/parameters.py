@@ -19,7 +19,7 @@ from shmserve.logs import warn_once
 logger = logging.getLogger(__name__)
 
 _MOST_STOPS = 64
-_LONGEST_WORD = 256  # characters
+_LONGEST_WORD = 256  # maximum number of characters of a bad word
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (0, 1 << 24),
@@ -58,7 +58,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": ("",),
     "prompt_embeds": (),
 }
-_FREE = ("", "")  # no grammar
+_FREE = ("", "")  # the value for no grammar
 _OBJECT = {"type": "object"}
 _MOST_CHOICES = 10_000
 # Parameters that a beam search does not have.
@@ -184,7 +184,7 @@ def parse(
             message = "the unknown parameter '%s' of a generation is ignored"
             warn_once(logger, message, clip(name))
         elif value not in _REFUSED[name]:
-            problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
+            problems.append(f"{name}: {clip(repr(value))} is not supported")
         if values.get("grammar", _FREE) != _FREE:
             grammars[name] = values.pop("grammar")
     if len(grammars) > 1:
@@ -207,7 +207,7 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Combine parameters that are given by two names."""
+    """Combine parameters that were given by two alternative names."""
     values["top_k"] = max(values.get("top_k", 0), 0)
     requested, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
     if not requested:
@@ -255,7 +255,7 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
 
 
 def _with_beams(given: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each parameter that a beam search does not have."""
+    """Return a problem for each parameter that a beam search does not support."""
     neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
     defaults = {"repetition_penalty": 1, "logprobs": -1}
     return [
@@ -445,7 +445,13 @@ _TEXTS = {
 
 
 def _text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
-    """Return a text, or the grammar in it; `kind` is that of another parameter's member."""
+    """Return the fields of a text parameter, or of the grammar in it.
+
+    Args:
+        name: The parameter.
+        value: The value.
+        kind: The kind of grammar, if the text is a member of another parameter.
+    """
     kind = kind or name
     if not isinstance(value, str) or not value:
         raise ValueError(_TEXTS[kind])

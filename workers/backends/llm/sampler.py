@@ -25,9 +25,10 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters
 
 # Purposes of independent draws at one position.
 TOKEN, ACCEPTANCE, PROPOSAL = range(3)
-_FIRST_LOOK = 1024  # candidates to search for the top-p before sorting all
+_FIRST_LOOK = 1024  # number of candidates that are searched for the top-p before all are sorted
 _BITS = (1 << 64) - 1
-_COLD, _COLDEST = 1e-3, 1e-30  # temperatures: that may overflow quotients, and the lowest
+# Temperature below which quotients may overflow, and the lowest temperature.
+_COLD, _COLDEST = 1e-3, 1e-30
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ def sample(
 
 
 def _likeliest(logits: torch.Tensor) -> list[int]:
-    """Return the first of the likeliest tokens of each row.
+    """Return the likeliest token of each row; of equal logits, the first.
 
     On a CPU numpy is five times as fast as torch.
     """
@@ -138,7 +139,7 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
             ends = [*row.ends, *parameters.stop_token_ids]
             before, line[ends] = line[ends], -math.inf
             if row.allowed is not None and line.max() == -math.inf:
-                line[ends] = before  # the grammar has ended
+                line[ends] = before  # the grammar has ended, so only end tokens are allowed
 
 
 def _restrict(line: torch.Tensor, row: SampledRow) -> None:
@@ -239,7 +240,7 @@ def _nucleus(
 
 @dataclass(slots=True)
 class Proposal:
-    """Tokens that may follow a sequence.
+    """Proposed tokens that may follow a sequence.
 
     Attributes:
         chances: The distribution [tokens, vocabulary] from which each token was drawn, if it was

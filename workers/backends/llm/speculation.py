@@ -18,12 +18,12 @@ from shmserve.workers.backends.llm.sampler import (
 )
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
-_LONGEST, _SHORTEST = 4, 2  # number of tokens that must be equal
+_LONGEST, _SHORTEST = 4, 2  # maximum and minimum number of tokens of an ending that must be equal
 _MOST_BEHIND = 512  # tokens of a sequence that a draft model reads per step
 
 
 class Proposer(Protocol):
-    """A method to propose tokens."""
+    """The interface of a method that proposes tokens."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         """Return up to `row.draft` tokens for each sequence, by its number."""
@@ -78,7 +78,11 @@ class DraftModel(Proposer):
     def _catch_up(
         self, rows: Sequence[tuple[TokenSequence, Row]]
     ) -> list[tuple[TokenSequence, Row]]:
-        """Return the rows it can propose for; of other sequences it reads a part."""
+        """Compute earlier tokens of sequences in the draft model.
+
+        Returns:
+            The rows whose sequences are computed, for which the model can propose tokens.
+        """
         late = [
             (sequence, row)
             for sequence, row in rows

@@ -61,11 +61,11 @@ class Texts:
         self._thread.start()
 
     def put(self, job: Callable[[], None]) -> None:
-        """Run a job in the texts thread."""
+        """Queue a job for the text thread."""
         self._inbox.put(job)
 
     def close(self) -> None:
-        """End the thread after the jobs that were put before."""
+        """End the text thread after the jobs that were put before."""
         self._aside.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(None)
         self._thread.join()
@@ -85,7 +85,7 @@ class Texts:
             self._worked_ns = time.thread_time_ns()
 
     def spent_ns(self) -> int:
-        """Return the CPU time of the texts thread since the last call."""
+        """Return the CPU time (ns) of the text thread since the last call."""
         worked_ns = self._worked_ns
         spent_ns, self._reported_ns = worked_ns - self._reported_ns, worked_ns
         return spent_ns
@@ -208,13 +208,15 @@ class Texts:
                 return
             answer = self._answers[key]
             self._forget(answer)
-            why = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
+            why = (
+                f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
+            )
             answer.stream.fail(Unavailable(why))
 
     def _cancel(self, key: int) -> None:
         answer = self._answers.get(key)
         if answer is not None and answer.stream.is_cancelled():
-            self._forget(answer)  # before the scheduler plans another step
+            self._forget(answer)  # before the scheduler plans another step with the request
             answer.stream.send(final=True)
 
     def _forget(self, answer: TextResponse) -> None:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from shmserve.workers.backends.llm.message_parsers import overlap
 
-_REPLACEMENT = "\ufffd"  # the decoding of an incomplete character
-_MOST_HELD = 16  # tokens; longer invalid sequences are no characters
+_REPLACEMENT = "\ufffd"  # the character that stands for an incomplete character
+_MOST_HELD = 16  # maximum number of tokens held back; longer invalid sequences are no characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -46,7 +46,7 @@ class TokenTexts:
         self.shown = functools.lru_cache(1 << 18)(self._shown)
 
     def _bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token; those of a token that the tokenizer lacks are empty."""
+        """Return the bytes of a token; they are empty for a token that the tokenizer lacks."""
         piece = self.tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -92,7 +92,7 @@ class TokenTexts:
         return text
 
     def _shown(self, token: int) -> tuple[str, list[int]]:
-        """Return the text and the bytes of a token, which are not changed."""
+        """Return the text of a token's own bytes, and these bytes as numbers."""
         data = self.bytes_of(token)
         return data.decode(errors="replace"), list(data)
 
@@ -129,7 +129,7 @@ class TokenTexts:
 
 
 class BadWords:
-    """Words that a text must not contain, as the tokens that would complete one of them.
+    """Words that a text must not contain.
 
     A word is forbidden in any division into tokens, and as a part of another word.
     """
@@ -182,7 +182,7 @@ class Detokenizer:
 
     @property
     def position(self) -> int:
-        """Return the number of complete characters, including those held back."""
+        """Return the number of complete characters, including characters held back."""
         return self._taken + self._ahead
 
     def add(self, token: int) -> str:

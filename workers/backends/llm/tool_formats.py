@@ -41,10 +41,10 @@ class Tool(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Parts of a grammar for calls.
+    """Parts of a grammar for tool calls.
 
     Attributes:
-        heads: The beginning of the first call, and what follows it, for each way to begin.
+        heads: The beginning of the first call, and the rest of the call, for each way to begin.
         separator: The text between calls.
         call: A further call.
         end: The text after the last call.
@@ -58,7 +58,7 @@ class Calls(NamedTuple):
 
 @dataclass(eq=False)
 class Lark:
-    """The rules of a grammar; `special` has the tokens that stand for texts."""
+    """The rules of a grammar in Lark's language; `special` has special tokens by their texts."""
 
     special: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def _quoted(text: str) -> str:
 
 
 def _json_call(parser: MessageParser, must_exist: bool = False) -> Reading[None]:
-    """Read {"name": ..., "arguments": {...}}.
+    """Read a call of the form {"name": ..., "arguments": {...}}.
 
     With `must_exist`, the name has to be that of a tool.
     """
@@ -148,7 +148,7 @@ def _json_call_rule(lark: Lark, tool: Tool, key: str) -> str:
 
 
 def _hermes(parser: MessageParser) -> Reading[None]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+    """Read calls of the form <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     while (yield from parser.content_until("<tool_call>")):
         yield from parser.attempt(_json_call(parser), "</tool_call>")
 
@@ -166,7 +166,10 @@ def _begun_by(lark: Lark, tag: str, rest: str, separator: str) -> Calls:
 
 
 def _llama_json(parser: MessageParser) -> Reading[None]:
-    """{"name": ..., "parameters": {...}}; calls are separated by semicolons or lines."""
+    """Read calls of the form {"name": ..., "parameters": {...}}.
+
+    Calls are separated by semicolons or lines.
+    """
     while tag := (yield from parser.content_until("<|python_tag|>", "{")):
         if tag == "{":
             if parser.inside_json:
@@ -182,7 +185,7 @@ def _llama_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
 
 
 def _mistral(parser: MessageParser) -> Reading[None]:
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
+    """Read [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
     while (yield from parser.content_until("[TOOL_CALLS]")):
         if (yield from parser.skip()) != "[":
             yield from parser.attempt(_mistral_call(parser))
@@ -227,7 +230,11 @@ def _mistral_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
 
 
 def _qwen_xml(parser: MessageParser) -> Reading[None]:
-    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>."""
+    """Read calls with their parameters as XML elements.
+
+    The form is
+    <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>.
+    """
     while tag := (yield from parser.content_until("<tool_call>", "<function=")):
         wrapped = tag == "<tool_call>"
         yield from parser.attempt(_xml_call(parser, wrapped), "</tool_call>" if wrapped else "")
@@ -369,7 +376,7 @@ def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
 
 
 def _pythonic(parser: MessageParser) -> Reading[None]:
-    """[name(key="text", other=3), ...], as a list of calls in Python."""
+    """Read [name(key="text", other=3), ...], a list of calls in Python."""
     while tag := (yield from parser.content_until("<|python_start|>", "<|python_end|>", "[")):
         if tag != "[":
             parser.discard_read()
@@ -398,7 +405,7 @@ def _python_call(parser: MessageParser) -> Reading[None]:
 
 
 def _identifier(parser: MessageParser, end: str) -> Reading[str]:
-    """Return an identifier, and read the character after it."""
+    """Read an identifier and the character after it, one of `end`; return the identifier."""
     found = ""
     while NAME.fullmatch((yield from parser.peek()) or " "):
         found += parser.pull(1)
@@ -408,7 +415,7 @@ def _identifier(parser: MessageParser, end: str) -> Reading[str]:
     return found
 
 
-_HEX = {"x": 2, "u": 4, "U": 8}  # digits of escape sequences
+_HEX = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits of escape sequences
 
 
 def _python_value(parser: MessageParser) -> Reading[None]:
@@ -439,7 +446,8 @@ def _python_escape(parser: MessageParser) -> Reading[str]:
     while kind and len(sequence) <= _HEX.get(kind, 0) and (yield from parser.peek()):
         sequence += parser.pull(1)
     if kind == "u" and all(char in string.hexdigits for char in sequence[1:]):
-        return f"\\{sequence}"  # JSON has the same, also for halves of pairs
+        # JSON has the same escape sequence, also for halves of surrogate pairs.
+        return f"\\{sequence}"
     if kind not in {*"/\\'\"\nabfnrtv", *_HEX}:
         return _escaped(f"\\{sequence}")
     with suppress(SyntaxError):
@@ -448,7 +456,7 @@ def _python_escape(parser: MessageParser) -> Reading[str]:
 
 
 def _python_literal(parser: MessageParser) -> Reading[str]:
-    """Return the text of a literal up to the comma or the parenthesis after it."""
+    """Read a literal up to the comma or the parenthesis after it, and return its text."""
     text, stack, quote = "", "", ""
     while char := (yield from parser.peek()):
         if not stack and not quote and char in ",)":
@@ -507,7 +515,7 @@ FAMILIES: Mapping[str, ToolSyntax] = {
         _mistral_calls,
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         r"\[TOOL_CALLS\]",
-        id_length=9,  # as Mistral's templates demand
+        id_length=9,  # Mistral's templates demand this length
     ),
     "pythonic": ToolSyntax(
         _pythonic,

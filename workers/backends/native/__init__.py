@@ -59,7 +59,7 @@ _DEFAULT_MAX_STREAMS = 64
 
 
 class NativeBackend(Backend):
-    """An object of the model's class."""
+    """The backend of one object of the model's class."""
 
     device_inputs = True
 
@@ -268,7 +268,7 @@ Respond = Callable[[Request, Any], Response]
 
 
 class GeneratorStreams:
-    """The iterators that `predict` returns for one request each.
+    """The running iterators, each returned by `predict` for one request.
 
     `respond(request, yielded)` returns the response for a yielded value.
     """
@@ -294,7 +294,7 @@ class GeneratorStreams:
         self._begin(stream, inputs)
 
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Start a request that has a free place."""
+        """Start a request that has one of the free places."""
         try:
             with inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
@@ -313,7 +313,7 @@ class GeneratorStreams:
             self._free_place()
 
     def _free_place(self) -> None:
-        """Pass a free place to the next request in the queue."""
+        """Pass the free place of an ended request to the next request in the queue."""
         with self._lock:
             if not self._waiting:
                 self._free_slots += 1
@@ -341,7 +341,7 @@ class GeneratorStreams:
 
     def _end(self, stream: ResponseStream) -> None:
         if stream.is_cancelled():
-            stream.fail(_CANCELLED)  # ignored if the stream has ended
+            stream.fail(_CANCELLED)  # `fail` is ignored if the stream has ended
         self._free_place()
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
@@ -367,7 +367,7 @@ class GeneratorStreams:
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
         loop = asyncio.get_running_loop()
-        with _responding(stream):  # in the context of this stream's task
+        with _responding(stream):  # this code runs in the context of the stream's task
             try:
                 async for yielded in iterator:
                     response = self._respond(stream.request, yielded)

@@ -46,13 +46,13 @@ _ITERATORS = (
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 )
-Where = Callable[[str], str]  # a message's prefix for an attribute or "predict.ARGUMENT"
+Where = Callable[[str], str]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
 _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """An argument of `predict`.
+    """A parameter of `predict`.
 
     Attributes:
         numpy: Whether it takes a numpy array.
@@ -81,7 +81,7 @@ class PredictSignature:
 
 
 def nowhere(name: str) -> str:
-    """Return "", for a class whose places in its file are unknown."""
+    """Return "", for a class whose positions in its file are unknown."""
     return ""
 
 
@@ -111,7 +111,7 @@ def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
 
 
 def _located(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function; prefix its InvalidArgument with the place of `name`."""
+    """Call a function; prefix the text of its InvalidArgument with the position of `name`."""
     try:
         return make(*args, **kwargs)
     except InvalidArgument as error:
@@ -119,7 +119,7 @@ def _located(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs
 
 
 def adopt_forward(model: Any) -> None:
-    """Give an `nn.Module` without `predict` one that calls the module.
+    """Give an `nn.Module` without `predict` a `predict` that calls the module.
 
     Raises:
         InvalidArgument: The annotations of `forward` are no tensors of the server; the message has
@@ -161,7 +161,7 @@ def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
 def _result(
     model: type, predict: Callable[..., Any], hints: dict[str, Any]
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
-    """Return the outputs, the function that names them, and whether there are many results."""
+    """Return the outputs, the function that names those of a result, and if results are many."""
     if "return" not in hints:
         raise InvalidArgument(f"'{model.__name__}.predict' has no return annotation: {_HOW}")
     result = hints["return"]
@@ -231,7 +231,7 @@ def _outputs(
     keyed = typing.is_typeddict(record)
     if keyed or hasattr(record, "_fields") or dataclasses.is_dataclass(record):
         kinds_by_name = typing.get_type_hints(record, include_extras=True)
-        if dataclasses.is_dataclass(record):  # only fields, not a ClassVar
+        if dataclasses.is_dataclass(record):  # only the fields of a dataclass, not a ClassVar
             fields = dataclasses.fields(record)
             kinds_by_name = {field.name: kinds_by_name[field.name] for field in fields}
         outputs = {
@@ -251,7 +251,7 @@ def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
 def _record(
     owner: str, outputs: Mapping[str, TensorType], needed: frozenset[str], result: Any
 ) -> Mapping[str, Any]:
-    """Return the outputs in a mapping, or in the attributes of another object."""
+    """Return the outputs of a result: a mapping, or an object with an attribute for each output."""
     if isinstance(result, Mapping):
         found = {name: result[name] for name in outputs if name in result}
     else:
@@ -263,7 +263,8 @@ def _record(
 
 
 def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
-    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):  # TypedDict
+    # Annotations of a TypedDict.
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
         (hint,) = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         array, *notes = typing.get_args(hint)
@@ -350,10 +351,10 @@ def warn_of_misspelt(model: type, at: Where) -> None:
 
 
 def whole(model: type, attribute: str, default: int) -> int:
-    """Return an attribute that is a whole number.
+    """Return the value of an attribute that must be a whole number.
 
     Raises:
-        InvalidArgument: It is not.
+        InvalidArgument: The value is not a whole number.
     """
     value = getattr(model, attribute, default)
     if type(value) is not int or value < 0:
@@ -386,7 +387,7 @@ def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
     """Return the value of `batch_input` or `batch_output`.
 
     Raises:
-        InvalidArgument: The value is not a list of such mappings.
+        InvalidArgument: The value is not a list of mappings as in a configuration.
     """
     value = getattr(model, attribute)
     fields = {"target_name", "source_input"}

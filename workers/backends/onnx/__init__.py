@@ -70,13 +70,14 @@ _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 def import_onnxruntime() -> Any:
-    """Return the package; raise Unavailable if it cannot be imported."""
+    """Return the package onnxruntime; raise Unavailable if it cannot be imported."""
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
         needed = missing_package("backend 'onnxruntime'", error, "onnx")
         raise Unavailable(f"{needed}, or onnxruntime-gpu for CUDA") from None
-    runtime.disable_telemetry_events()  # too late for its environment variable
+    # Called here, because it is too late to set the environment variable.
+    runtime.disable_telemetry_events()
     return runtime
 
 
@@ -201,7 +202,7 @@ def describe(session: Any, configured: Collection[str] = ()) -> Description:
     """
     inputs = tuple(_described("input", node) for node in session.get_inputs())
     nodes = session.get_outputs()
-    if configured:  # other outputs may be sequences or maps
+    if configured:  # unconfigured outputs may be sequences or maps
         nodes = [node for node in nodes if node.name in configured or node.type in _DATATYPES]
     outputs = tuple(_described("output", node) for node in nodes)
     return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
@@ -219,7 +220,7 @@ def _described(what: str, node: Any) -> Described:
 
 
 def _remedy(node: Any) -> str:
-    """Return how to export a file without a sequence or a map, which no client can send."""
+    """Return advice to export the model without a sequence or a map, which no client can send."""
     if "map(" in node.type:
         return (
             ", which no client can receive: convert the model without ZipMap (skl2onnx: "
@@ -244,9 +245,13 @@ def _largest_batch(tensors: Sequence[Described]) -> int:
 def check(
     signature: Signature, description: Description, made: Collection[str] = frozenset()
 ) -> None:
-    """Raises InvalidArgument when a configuration promises what the file cannot do.
+    """Check a configuration against the file's tensors.
 
-    `made`: inputs that are made of the batch, which clients do not send, and outputs that are cut.
+    `made`: inputs that are generated for the batch, which clients do not send, and outputs that are
+    split.
+
+    Raises:
+        InvalidArgument: The configuration contradicts the file.
     """
     name, most = signature.name, signature.max_batch_size
     for tensor in (*description.inputs, *filter(_ranked, description.outputs)) if most > 0 else ():
@@ -306,14 +311,14 @@ _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxRuntimeError(Exception):
-    """An error of onnxruntime, in Triton's form."""
+    """An error of onnxruntime, with the message in Triton's format."""
 
 
 class OnnxBackend(Backend):
     """A session of an ONNX file."""
 
     strict_shapes = False
-    read_only_inputs = False  # a session does not write to inputs
+    read_only_inputs = False  # writable, because a session does not write to its inputs
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -379,7 +384,7 @@ class OnnxBackend(Backend):
         if self._loaded is None:
             file = config.default_model_filename or "model.onnx"
             path = self.context.model_file([file], file)
-            if path.is_dir():  # the layout for files with external data
+            if path.is_dir():  # a folder is the layout for files with external data
                 path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
             with _in_words(path):
                 session = open_session(self.context, config, path)

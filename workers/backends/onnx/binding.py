@@ -26,7 +26,8 @@ from shmserve.workers.tensor_specs import Described, Description
 if TYPE_CHECKING:
     import torch
 
-_WORTH = 64 * 1024  # bytes of an output; copying less is cheaper than binding
+# Minimum bytes of an output to bind; copying fewer bytes is cheaper than binding.
+_WORTH = 64 * 1024
 # Memory that a client may change during the run must not be used as an index.
 _FLOATS = {"FP16", "FP32", "FP64"}
 _DTYPES = {name: kind for name, kind in STORED.items() if name != "BYTES"}
@@ -48,7 +49,7 @@ class HostBinding:
         self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
         # numpy does not support BF16.
         self._bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
-        self._unpredictable: set[str] = set()  # outputs whose shape was not as expected
+        self._unpredictable: set[str] = set()  # outputs whose shape differed from the predicted one
 
     def run(
         self, inputs: Mapping[str, Array], names: Sequence[str], requests: Sequence[Request]
@@ -84,7 +85,7 @@ class HostBinding:
     def _memory_ranges(
         self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
     ) -> dict[str, Array]:
-        """Return arrays for outputs to compute in, by name."""
+        """Return arrays over memory ranges that outputs can be computed in, by name."""
         found: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
         own = _free_places(request, _WORTH)
@@ -108,13 +109,13 @@ class HostBinding:
         try:
             return self._context.output_memory.reserve(request.work.client_pid, size)
         except ShmserveError:
-            return None  # if it stays full, writing the output fails the request
+            return None  # if memory stays full, writing the output fails the request later
 
     def _region(self, memory_range: Range | None, size: int, datatype: str) -> memoryview | None:
         if memory_range is None or memory_range.memory.cuda is not None or datatype not in _FLOATS:
             return None
         if memory_range.byte_size < size:
-            return None  # writing the output fails the request, as intended
+            return None  # writing the output then fails the request, as intended
         view: memoryview = self._context.mappings.view(
             Range(memory_range.memory, memory_range.offset, size)
         )
@@ -169,7 +170,7 @@ class DeviceBinding:
             binding.bind_input(name, *where)
         for name in names:
             binding.bind_output(name, self._kind, self._index)
-        self._synchronize()  # onnxruntime uses another stream
+        self._synchronize()  # necessary, because onnxruntime uses another stream
         self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         values = binding.get_outputs()
@@ -225,7 +226,7 @@ def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dic
 
 
 def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """Return the shape of an output in a call, if it is known before."""
+    """Return the shape of an output in a call, or None if it is not known before the call."""
     shape = [
         sizes.get(symbol, -1) if dim == -1 else dim
         for dim, symbol in zip(tensor.dims, tensor.symbols, strict=True)
@@ -264,7 +265,7 @@ def _text(name: str, array: Array) -> Array:
 
 
 def _free_places(request: Request, least: int) -> dict[str, Range]:
-    """Return the output ranges with at least `least` bytes that overlap nothing in the request."""
+    """Return the output ranges of at least `least` bytes that overlap no other range."""
     found = {
         name: memory_range
         for name, memory_range in request.memory_ranges.items()
@@ -279,5 +280,6 @@ def _free_places(request: Request, least: int) -> dict[str, Range]:
     return {
         name: memory_range
         for name, memory_range in found.items()
-        if sum(memory_range.overlaps(other) for other in occupied) == 1  # the range itself
+        # A range overlaps itself once.
+        if sum(memory_range.overlaps(other) for other in occupied) == 1
     }

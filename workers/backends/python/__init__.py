@@ -34,7 +34,7 @@ _FORBIDDEN = frozenset(_FORBIDDEN_CHARACTERS)
 
 
 class PythonBackend(Backend):
-    """One `TritonPythonModel`."""
+    """The backend of one `TritonPythonModel` object."""
 
     strict_outputs = False
     metrics = staticmethod(metrics.changes)  # the families created with `pb_utils.MetricFamily`
@@ -185,7 +185,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
 
 def _hint(module: Any, file: str) -> str:
-    """Return how to serve another kind of class in a model's file, or ""."""
+    """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
     for name, found in vars(module).items():
         if not isinstance(found, type) or found.__module__ != module.__name__:

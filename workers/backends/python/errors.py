@@ -25,7 +25,7 @@ class ErrorCode(IntEnum):
 
 
 class TritonModelException(Exception):
-    """The error of a call of `triton_python_backend_utils`."""
+    """Raised when a call of `triton_python_backend_utils` fails."""
 
 
 class TritonError:
@@ -85,7 +85,10 @@ def text(value: object, what: str) -> str:
 
 
 def listed(value: Any, what: str) -> list[Any]:
-    """Return the items of a sequence that is not a string; raise TypeError for anything else."""
+    """Return the items of a sequence that is not a string.
+
+    Raise TypeError for any other value; `what` names it in the message.
+    """
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__getitem__"):
         raise TypeError(f"{what} must be a list, not {type(value)}")
     return list(value)

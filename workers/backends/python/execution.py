@@ -44,10 +44,10 @@ def _misbehaved(instance: str, what: str) -> Internal:
 
 
 class PythonExecution:
-    """Execution of a model that is not decoupled.
+    """The execution of a model that is not decoupled.
 
     If its `execute` is a coroutine function, one event loop runs the coroutines. An `iterative`
-    model may ask for a request once more.
+    model may reschedule a request once.
     """
 
     def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
@@ -142,7 +142,7 @@ class PythonExecution:
         return Response(error=_misbehaved(self._instance, what))
 
     def _not_rescheduled(self, response: Any) -> Response:
-        """Return the error of a request whose model asks for it once more in vain."""
+        """Return the error of a request that its model reschedules although it may not."""
         if response is None:
             return Response(error=Internal(_NOT_ITERATIVE))
         what = (
@@ -170,10 +170,10 @@ class PythonExecution:
 
 
 class DecoupledExecution:
-    """Execution of a decoupled model, whose responses may outlast the batch.
+    """The execution of a decoupled model, whose responses may outlast the batch.
 
     If its `execute` is a coroutine function, the coroutines run concurrently in an event loop with
-    a thread of its own. An `iterative` model may ask for a request once more.
+    a thread of its own. An `iterative` model may reschedule a request once.
     """
 
     def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
@@ -183,10 +183,10 @@ class DecoupledExecution:
         self._loop: EventLoopThread | None = None
 
     def execute(self, streams: list[ResponseStream]) -> None:
-        """Call the model.
+        """Call the model's `execute`.
 
         Raises:
-            Internal: The model returned something. Exceptions of the model are passed on.
+            Internal: The model returned a value. Exceptions of the model are passed on.
         """
         for stream in streams:
             # The time when the model's threads have finished with the inputs is unknown.
@@ -225,7 +225,7 @@ class DecoupledExecution:
 
 
 def _fail_all(streams: Sequence[ResponseStream], error: BaseException) -> None:
-    explained = streams[0].explain(error)  # logged once
+    explained = streams[0].explain(error)  # explained once, so that the error is logged once
     for stream in streams:
         stream.fail(explained)
 

@@ -44,7 +44,7 @@ class _Value:
     # the sum of increments since. A histogram: the sum, the observations by bucket, and those above
     # the last.
     numbers: list[float]
-    owners: int = 0  # number of `MetricFamily` objects that have created it
+    owners: int = 0  # number of live `MetricFamily` objects that have created it
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ _on_change: Callable[[bool], None] | None = None
 
 
 def follow(on_change: Callable[[bool], None]) -> None:
-    """Have `on_change` called after a change, as `_on_change` says."""
+    """Register `on_change`, which is called after a change of the metrics (see `_on_change`)."""
     global _on_change
     _on_change = on_change
 

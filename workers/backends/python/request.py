@@ -89,7 +89,7 @@ def to_response(response: InferenceResponse) -> Response:
     error = response._error
     if error is not None:
         return Response(error=to_server(error))
-    outputs = [  # usually unchanged tensors, for which no call is needed
+    outputs = [  # outputs are usually unchanged tensors, for which no call is needed
         _output((tensor._name, tensor._datatype, tensor._data))
         if type(tensor) is Tensor
         else tensor.as_output()
@@ -118,7 +118,7 @@ class ResponseIterator:
     """
 
     def __init__(self, call: StreamBlsCall | None, *responses: InferenceResponse) -> None:
-        self._call = call  # None: all responses have arrived
+        self._call = call  # the call; None once all responses have arrived
         self._responses = list(responses)
         self._next = 0
 
@@ -162,7 +162,7 @@ RESPONSE_COMPLETE_FINAL = 1
 
 
 class SingleResponse:
-    """The response to a request that is sent apart from the return of `execute`.
+    """The single response to a request, sent by a sender instead of the return of `execute`.
 
     Attributes:
         done: Set when there is a response, or no sender is left.
@@ -244,7 +244,8 @@ class InferenceResponseSender:
 
     def __init__(self, channel: SingleResponse | StreamedResponses) -> None:
         self._channel = channel
-        self._raised: BaseException | None = None  # by the thread that owned it
+        # The exception of the thread that owned the sender.
+        self._raised: BaseException | None = None
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response.
@@ -573,7 +574,7 @@ class ReceivedRequest(InferenceRequest):
     # Class attributes, because most requests never set these.
     _model_name = ""
     _model_version = -1
-    rescheduled = False  # the model reschedules the request
+    rescheduled = False  # whether the model reschedules the request
     _trace = _NO_TRACE
     _sender: weakref.ref[InferenceResponseSender] | None = None
     outbox: SingleResponse | None = None

@@ -57,9 +57,10 @@ class ServerApi:
 
     @contextlib.contextmanager
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Attribute calls to these requests, also calls of coroutines that are started meanwhile.
+        """Attribute calls within the block to these requests.
 
-        The instance waits only for calls that this thread makes.
+        These are also calls of coroutines started in the block. The instance waits only for calls
+        that this thread makes.
         """
         self.executing, self._holder = requests, threading.get_ident()
         token = _ORIGINS.set(requests)
@@ -208,7 +209,7 @@ def current() -> ServerApi:
 
 
 def by_server(why: str) -> str:
-    """Return a refusal of the server in Triton's words."""
+    """Return the error text for a refusal of the server, in Triton's words."""
     if _server is None:
         return why
     name = _server.context.instance_name
@@ -301,9 +302,9 @@ shared_memory = SharedMemory()
 def workspace(byte_size: int) -> _Workspace:
     """Lease bytes of the device's shared workspace for a `with` or `async with` block.
 
-    The block waits until the pool has the bytes. They are a numpy array of uint8, or on a GPU a
-    torch tensor, with undefined contents. Triton does not have this function. Lease all bytes of an
-    execution at once, and call no other model in the block.
+    The block waits until the pool has enough free bytes. They are a numpy array of uint8, or on a
+    GPU a torch tensor, with undefined contents. Triton does not have this function. Lease all bytes
+    of an execution at once, and call no other model in the block.
 
     Raises:
         TritonModelException: There is no pool (--workspace-byte-size), the pool is smaller, or the
@@ -317,7 +318,7 @@ def _as_array(view: Any) -> Any:
 
 
 class _Workspace(LeasedWorkspace):
-    """A lease, in the terms of this API."""
+    """A workspace lease that raises errors of this API."""
 
     def __enter__(self) -> Any:
         try:

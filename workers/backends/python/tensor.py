@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TRIAL = 8  # executions with lent inputs
+_TRIAL = 8  # number of executions with copied inputs, in which the model is observed
 _NOT_WRITABLE = "The given NumPy array is not writable"
 
 
@@ -123,7 +123,7 @@ def _references(source: Input, responses: Sequence[Response]) -> int:
 
 
 def _alone() -> int:
-    """Return the reference count of an array that only its input refers to."""
+    """Return the reference count of an array to which only its input refers."""
     source = Input("", "UINT8", (1,), memoryview(bytearray(1)))
     source.numpy()
     return _references(source, ())
@@ -132,9 +132,10 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
-NUMBER = {name: number for number, name in enumerate(STORED, start=1)}  # Triton's
+# Triton's number of each datatype.
+NUMBER = {name: number for number, name in enumerate(STORED, start=1)}
 _DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
-_CPU = (1, 0)  # DLPack's kDLCPU, device 0
+_CPU = (1, 0)  # DLPack's device type kDLCPU, and device 0
 
 
 class Tensor:
@@ -310,7 +311,7 @@ class ReceivedTensor(Tensor):
     def as_numpy(self) -> Array:
         source = self._data
         if source.on_device or self._datatype == "BF16":
-            return super().as_numpy()  # which raises the error
+            return super().as_numpy()  # this call raises the error
         if source.shared and self._lender is not None:
             return self._lender.lend(source)
         return source.numpy()

@@ -71,7 +71,7 @@ _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, 
 
 
 class PytorchBackend(Backend):
-    """One torch model on one device."""
+    """The backend of one torch model on one device."""
 
     device_inputs = True
     read_only_inputs = False
@@ -159,7 +159,7 @@ class PytorchBackend(Backend):
             try:
                 with self._grad_free():
                     graphs = Graphs(plan, signature, self._device.torch, self._call, recorder)
-            except Exception as error:  # not every model can be captured
+            except Exception as error:  # any error, because not every model can be captured
                 logger.warning(
                     "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
                 )
@@ -219,7 +219,7 @@ def _texts(given: Any) -> list[str]:
 
 
 def _text(element: bytes) -> Any:
-    """Return an element as str, or as it is if it is not UTF-8, which TorchScript takes too."""
+    """Return an element as str, or as bytes if it is not UTF-8, which TorchScript accepts, too."""
     try:
         return element.decode()
     except UnicodeDecodeError:
@@ -247,7 +247,8 @@ def _set_options(given: dict[str, str]) -> None:
         if not value.isdecimal() or int(value) < 1:
             raise InvalidArgument(f"parameter '{key}' must be a positive integer, got '{value}'")
         torch.set_num_threads(int(value))
-    with contextlib.suppress(RuntimeError):  # only possible before parallel work has started
+    # Torch permits this only before parallel work has started.
+    with contextlib.suppress(RuntimeError):
         inter = given.get("INTER_OP_THREAD_COUNT") or given.get("NUM_INTEROP_THREADS")
         if inter and inter.isdecimal():
             torch.set_num_interop_threads(int(inter))

@@ -93,7 +93,7 @@ class ArgumentBinding:
             if missing:
                 raise InvalidArgument(
                     f"model '{model}' takes the argument(s) {_list(missing)}, but its "
-                    f"configuration has no input for it; the inputs are {_list(inputs)}"
+                    f"configuration has no input of this name; the inputs are {_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
         self.strings = frozenset(
@@ -175,7 +175,7 @@ class ResultBinding:
         ]
         if lost:
             raise Internal(
-                f"model '{self._model}' returned {len(values)} output(s), which leaves none for "
+                f"model '{self._model}' returned {len(values)} output(s), so there is none for "
                 f"{_list(lost)}"
             )
         return {name: values[at] for name, at in zip(self._outputs, self._positions, strict=True)}
@@ -211,8 +211,8 @@ def _positions(
         return indices
     if len(names) > 1:
         logger.warning(
-            "model '%s': %ss %s are neither the names the model has for them nor end in __INDEX, "
-            "so the order in the configuration is taken",
+            "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
+            "mapped by their order in the configuration",
             model,
             what,
             _list(names),
@@ -229,10 +229,10 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model to call.
+    """A loaded model: a callable, and the description of its arguments.
 
     Attributes:
-        arguments: None if they are unknown.
+        arguments: The arguments; None if they are unknown.
         single_dict: Whether it takes all inputs as one dict.
         module: The module with the weights.
     """
@@ -253,7 +253,8 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"cannot be read: {in_words(error)}"
-        if type(error).__name__ == "UnpicklingError":  # a type of pickle
+        # The error class is defined in the module pickle.
+        if type(error).__name__ == "UnpicklingError":
             what = "contains objects that are not tensors"
         raise InvalidArgument(f"'{path.name}' {what}") from error
 
@@ -291,7 +292,7 @@ def load_script(path: Path, device: Device) -> Program:
             count = len(kind.elements())
         elif isinstance(kind, torch._C.TensorType):
             count = 1
-        elif _is_strings(kind):  # a single output, not a list of outputs
+        elif _is_strings(kind):  # a list of strings is a single output, not a list of outputs
             call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
     return Program(call, None if single_dict else arguments, count, single_dict, module=module)
 
@@ -398,7 +399,7 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
             return kind
     if len(own) > 1:
         logger.warning(
-            "'%s' defines %s: %s is served; call the one to serve 'Model'",
+            "'%s' defines %s: %s is served. To select a class, name it 'Model'",
             path.name,
             ", ".join(kind.__name__ for kind in own),
             own[0].__name__,
@@ -520,7 +521,7 @@ def check(
     """Check a configuration against an exported program.
 
     Raises:
-        InvalidArgument: The configuration promises what the program cannot do.
+        InvalidArgument: The configuration contradicts the program.
     """
     flat = any(spec.ragged for spec in signature.inputs.values())
     most = 0 if flat else signature.max_batch_size
@@ -543,7 +544,7 @@ def check(
                 f"{TO_CONFIG[spec.datatype]}, but its program takes {TO_CONFIG[tensor.datatype]}"
             )
         if spec.ragged:
-            continue  # any number of dimensions
+            continue  # the output may have any number of dimensions
         if fits_scalar(spec, tensor) and most == 0:
             continue
         dims = spec.model_dims

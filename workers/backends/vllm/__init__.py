@@ -32,12 +32,12 @@ from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 0.5  # between checks of the engine and reports of its metrics
+_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
-_NOT_READ = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
+_NOT_READ = f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
 # vLLM's own names, which begin in this way.
 _METRICS = "vllm:"
-_SINGLE = ("num_input_tokens", "usage")  # outputs of the whole request
+_SINGLE = ("num_input_tokens", "usage")  # outputs that belong to the whole request, not to a sample
 
 
 _INPUTS = (
@@ -65,7 +65,7 @@ class VllmBackend(Backend):
         self._number = 0
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the inputs and outputs of Triton's vllm_backend and those of the OpenAI doors."""
+        """Add the inputs and outputs of Triton's vllm_backend and those of the OpenAI API."""
         inputs = [{**_tensor(*each.split()), "optional": True} for each in _INPUTS]
         outputs = [
             _tensor(name, kind.replace("BYTES", "STRING"), "1" if name in _SINGLE else "-1")
@@ -178,7 +178,7 @@ class VllmBackend(Backend):
                     if not stream.may_send and not await _arrives(credit):
                         raise Unavailable(_NOT_READ)
                 stream.send(Response(outputs), found.finished and count == len(responses))
-        stream.send(final=True)  # has no effect after a final response
+        stream.send(final=True)  # this has no effect after a final response
 
     async def _convert(
         self,
@@ -200,7 +200,7 @@ class VllmBackend(Backend):
             found = families(REGISTRY.collect(), self.context.version)
             if found != self._last:
                 self._families = self._last = found
-                self.context.control.wake()  # the main loop reports them
+                self.context.control.wake()  # wakes the main loop, which reports the metrics
             await asyncio.sleep(_PERIOD_S)
         raise Internal("vLLM's engine has ended")
 
@@ -212,7 +212,7 @@ class VllmBackend(Backend):
             stream.fail_raised(self._engine.refusal(error) or error)
 
     def _died(self, error: BaseException) -> None:
-        """End the process by an exception of its main loop, once."""
+        """End the process, once, by raising the engine's error in the main loop."""
         if not self._dead:
             self._dead = True
             name = self.context.model_name
@@ -275,6 +275,6 @@ def families(collected: Iterable[Any], version: str) -> list[list[Any]]:
             elif name.endswith("_sum"):
                 numbers[0] = value
             elif bound:
-                numbers.append(value - sum(numbers[1:]))  # Prometheus's are cumulative
+                numbers.append(value - sum(numbers[1:]))  # Prometheus's buckets are cumulative
                 bounds += [] if bound == "+Inf" else [float(bound)]
     return list(made.values())

@@ -33,7 +33,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def output(name: str, values: Iterable[Any]) -> Output:
-    """Return the output of a name, with texts as bytes."""
+    """Return an output with this name; texts become bytes."""
     kind = OUTPUTS[name]
     return Output(name, kind, np.array(list(values), STORED.get(kind, np.dtype(object))))
 
@@ -124,14 +124,14 @@ class VllmAnswer:
         return json.dumps(parser.parse(*parts, self._stream, ended)).encode()
 
     def _logprobs(self, found: Any, sample: Any, first: bool) -> bytes:
-        """Return the log probabilities in the form that the OpenAI doors read."""
+        """Return the log probabilities in the form that the OpenAI API's handlers read."""
         call = self._call
         prompt = _listed(self._prompt, found.prompt_logprobs) if first else []
         new = _listed(sample.token_ids, sample.logprobs)
         content = [
             _scored(*each, call.top) for each in (prompt if call.first is not None else []) + new
         ]
-        if first and call.first and content:  # vLLM does not decode it
+        if first and call.first and content:  # vLLM does not decode this token
             content[0] |= {"token": call.first, "bytes": list(call.first.encode())}
         for each in content:
             offset = each["text_offset"] = self._offsets.get(sample.index, 0)
@@ -142,7 +142,7 @@ class VllmAnswer:
         return json.dumps(encoded).encode()
 
 
-Step = Mapping[int, Any]  # the log probabilities of the tokens in one place
+Step = Mapping[int, Any]  # the log probabilities of tokens at one position
 
 
 def _listed(tokens: Sequence[int], steps: Iterable[Any] | None) -> list[tuple[int, Step | None]]:
@@ -150,8 +150,8 @@ def _listed(tokens: Sequence[int], steps: Iterable[Any] | None) -> list[tuple[in
 
 
 def _scored(token: int, step: Step | None, top: int) -> dict[str, Any]:
-    """Return the log probability of a token, and those of the likeliest tokens in its place."""
-    if step is None:  # the first token of a prompt
+    """Return the log probability of a token, and those of the likeliest tokens at its position."""
+    if step is None:  # the first token of a prompt has no log probability
         return {**_token(token, None), "logprob": None, "top_logprobs": None}
     ranked = sorted(step.items(), key=lambda pair: pair[1].rank or 0)
     likeliest = [_token(*pair) for pair in ranked if 0 < (pair[1].rank or 0) <= top]

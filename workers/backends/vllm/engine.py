@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FILE = "model.json"
 # Arguments of vLLM's server; the others are arguments of its engine.
 _OF_SERVER = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
-_TOOLS = "tool_call_parser"  # of the server, too
+_TOOLS = "tool_call_parser"  # also an argument of vLLM's server
 # Arguments without effect, which repositories for Triton have.
 _PLAIN_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_tool_choice")
 # Defaults of environment variables. Processes are not forked, because this one has threads.
@@ -33,7 +33,7 @@ _PROMPTS = ("text_input", "input_ids", "messages")
 # Parameters that are read elsewhere, or have no effect.
 _PLAIN = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
-_UNLIMITED = 1 << 24  # tokens, in chats without a limit
+_UNLIMITED = 1 << 24  # number of tokens in chats without a limit
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class VllmEngine:
 
 
 def _parsed(kind: Any, body: dict[str, Any]) -> Any:
-    """Return a request of vLLM's API; a field that it does not know is refused."""
+    """Return a request of vLLM's API; a field that vLLM does not support is refused."""
     body = {name: each for name, each in body.items() if name not in _PLAIN}
     for name in body:
         if name not in kind.model_fields:

@@ -15,7 +15,6 @@ class TritonPythonModel:
         return list(await asyncio.gather(*(self.answer(request) for request in requests)))
 
     async def answer(self, request):
-        """The response to one request."""
         target = pb_utils.get_input_tensor_by_name(request, "TARGET").as_numpy().flat[0].decode()
         first = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
         second = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()

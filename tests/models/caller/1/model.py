@@ -25,7 +25,6 @@ class TritonPythonModel:
 
     @staticmethod
     def call(target, first, second, output):
-        """One inference of another model."""
         return pb_utils.InferenceRequest(
             model_name=target,
             requested_output_names=[output],

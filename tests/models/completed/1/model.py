@@ -16,7 +16,6 @@ class TritonPythonModel:
         return config
 
     def execute(self, requests):
-        """Double."""
         responses = []
         for request in requests:
             values = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()

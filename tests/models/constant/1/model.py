@@ -10,6 +10,5 @@ class TritonPythonModel:
     """One response a request, in order."""
 
     def execute(self, requests):
-        """The answer."""
         tensor = np.array([ANSWER], dtype=np.int32)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", tensor)]) for _ in requests]

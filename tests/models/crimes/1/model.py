@@ -15,7 +15,6 @@ class Speechless(Exception):
     """Cannot say what is wrong."""
 
     def __str__(self):
-        """Fail at that too."""
         raise SystemExit(1)
 
 
@@ -25,7 +24,6 @@ class TritonPythonModel:
     """
 
     def execute(self, requests):
-        """Obey."""
         commands = [self.command(request) for request in requests]
         responses = [
             self.respond(request, command)
@@ -46,12 +44,10 @@ class TritonPythonModel:
 
     @staticmethod
     def command(request):
-        """What this request wants."""
         return pb_utils.get_input_tensor_by_name(request, "COMMAND").as_numpy().flat[0].decode()
 
     @staticmethod
     def respond(request, command):
-        """Its own response."""
         if command == "error":
             return pb_utils.InferenceResponse([], error=pb_utils.TritonError("as you wished"))
         values = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()

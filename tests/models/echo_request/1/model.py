@@ -17,7 +17,6 @@ class TritonPythonModel:
         self.args["greeting"] = config["parameters"]["greeting"]["string_value"]
 
     def execute(self, requests):
-        """Describe each request."""
         responses = []
         for request in requests:
             told = {

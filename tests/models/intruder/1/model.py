@@ -59,7 +59,6 @@ class TritonPythonModel:
         self.links = []
 
     def execute(self, requests):
-        """Try everything."""
         responses = []
         for request in requests:
             plan = pb_utils.get_input_tensor_by_name(request, "PLAN").as_numpy().flat[0]

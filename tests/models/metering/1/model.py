@@ -30,11 +30,9 @@ class TritonPythonModel:
         self.level.set(-1)
 
     def execute(self, requests):
-        """One request after the other."""
         return [self.meter(request) for request in requests]
 
     def meter(self, request):
-        """Count it, or die."""
         amount = float(pb_utils.get_input_tensor_by_name(request, "AMOUNT").as_numpy()[0])
         if amount < 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,6 @@ class TritonPythonModel:
     """One response a request, in order."""
 
     def execute(self, requests):
-        """Add and subtract."""
         responses = []
         for request in requests:
             a = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()

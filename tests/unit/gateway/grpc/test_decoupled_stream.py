@@ -55,7 +55,6 @@ class Stream:
         )
 
     def ask(self, request_id: str, **parameters: bool) -> None:
-        """Send a request."""
         request = pb.ModelInferRequest(model_name="repeat", id=request_id)
         request.inputs.add(name="IN", datatype="INT32", shape=[1])
         request.raw_input_contents.append(bytes(4))
@@ -64,11 +63,9 @@ class Stream:
         self._requests.put(request)
 
     def end(self) -> None:
-        """No more requests."""
         self._requests.put(None)
 
     def close(self) -> None:
-        """Leave."""
         self.end()
         self._channel.close()
 

@@ -36,7 +36,6 @@ def message(data: bytes, *, compressed: bool = False) -> bytes:
 
 
 def fed(assembly: Assembly, piece: bytes) -> list[Received]:
-    """The messages that are whole with this piece."""
     assembly.feed(memoryview(piece))
     return list(iter(assembly.take, None))
 

@@ -66,7 +66,6 @@ class Deaf:
 
 
 def streaming(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
-    """The stream on this call."""
     return stream_infer(inferences, call, patience_s)
 
 

@@ -44,7 +44,6 @@ class Asked:
     connection: socket.socket
 
     def ask(self, value: Any) -> Reply:
-        """The reply to one more."""
         self.connection.sendall(packed(value))
         return read_reply(self.connection)
 

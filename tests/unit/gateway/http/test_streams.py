@@ -96,11 +96,9 @@ class Asked:
         self.inference = inference_of(submit)
 
     def say(self, *messages: m.Responded | m.Failed) -> None:
-        """Have the model say this."""
         self._scheduler.send(self._peer, *messages)
 
     def reply(self) -> Reply:
-        """The whole reply."""
         return read_reply(self.connection)
 
     def raw(self) -> bytes:

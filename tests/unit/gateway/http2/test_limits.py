@@ -40,7 +40,6 @@ _ENOUGH = 200  # of anything, for small limits
 
 
 def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
-    """A request."""
     return frame(HEADERS, END_HEADERS | end, stream, block)
 
 

@@ -29,7 +29,6 @@ _STREAMS = (1, 3, 5)
 
 
 def setting(key: int, value: int) -> bytes:
-    """SETTINGS of one value."""
     return frame(SETTINGS, 0, 0, struct.pack(">HI", key, value))
 
 

@@ -15,7 +15,6 @@ FIRST = b"\xbe"  # the newest field of the table
 
 
 def headers(block: bytes, stream: int = 1) -> bytes:
-    """A whole request."""
     return frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
 
 

@@ -41,7 +41,6 @@ NO_SETTINGS = frame(SETTINGS, 0, 0)
 
 
 def setting(*values: tuple[int, int]) -> bytes:
-    """SETTINGS."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *value) for value in values))
 
 

@@ -20,7 +20,6 @@ def request(*fields: tuple[bytes, bytes], end: bool = False, pseudo: Fields = PS
 
 
 def data(size: int, *, end: bool = True) -> bytes:
-    """DATA of stream 1."""
     return frame(DATA, END_STREAM if end else 0, 1, bytes(size))
 
 
@@ -30,17 +29,14 @@ def trailers(*fields: tuple[bytes, bytes]) -> bytes:
 
 
 def fine(section: str, title: str, sent: bytes, size: int = 0) -> Case:
-    """A request that is served."""
     return Case(section, title, sent, served=((1, bytes(size)),))
 
 
 def malformed(section: str, title: str, sent: bytes) -> Case:
-    """A request that is reset."""
     return Case(section, title, sent, resets=MALFORMED)
 
 
 def length(value: bytes) -> tuple[bytes, bytes]:
-    """A content-length."""
     return (b"content-length", value)
 
 

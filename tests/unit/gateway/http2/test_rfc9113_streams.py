@@ -46,7 +46,6 @@ SIGN = frame(PING, 0, 0, bytes(8))
 
 
 def priority(stream: int, on: int = 0) -> bytes:
-    """PRIORITY."""
     return frame(PRIORITY, 0, stream, struct.pack(">IB", on, 16))
 
 

@@ -13,7 +13,6 @@ DELAYED = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
 def refused(number: int, text: str, retry_s: int = 0) -> m.Failed:
-    """The queue's refusal."""
     return m.Failed(number, "UNAVAILABLE", text, retry_s, False)
 
 

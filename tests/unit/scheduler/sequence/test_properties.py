@@ -46,7 +46,6 @@ class Watched(SequenceRig):
         return found
 
     def check(self, peer: bytes, batch: m.Execute) -> None:
-        """What is true of a batch."""
         real = [row for row in batch.rows if row.key]
         assert [row.key for row in real] == [each.key for each in batch.requests]
         assert real and len(real) <= ROWS
@@ -66,7 +65,6 @@ class Watched(SequenceRig):
             self.told[answer.id] += 1
 
     def step(self, kind: str, value: int, flags: int) -> None:
-        """One event."""
         if kind == "ask":
             self.asked[self.request(value, flags)] = value
         elif kind == "done" and self.runs(value):

@@ -429,7 +429,6 @@ def test_connections_of_a_gateway_take_turns() -> None:
 
 
 def submitted(sequence: int) -> m.Submit:
-    """The first request of a sequence."""
     return m.Submit(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
 
 

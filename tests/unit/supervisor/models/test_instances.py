@@ -131,7 +131,6 @@ OVER += "fetch, line 12 of 1/model.py"
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The instances that have written their stacks."""
     asked: list[str] = []
 
     async def stacks_of(instance: Instance) -> str:
@@ -144,8 +143,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
-    """Run a test of a model of one instance."""
-
     async def run() -> None:
         processes = Processes(*flags)
         try:

@@ -74,7 +74,6 @@ def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
 
 
 def on_demand(*names: str) -> LifecycleRig:
-    """Models on demand."""
     rig = LifecycleRig()
     rig.lifecycle.offer(names)
     rig.happen("known")

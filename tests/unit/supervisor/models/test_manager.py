@@ -70,12 +70,10 @@ class Repository:
 
 
 def models(processes: Processes, repository: Repository) -> ModelManager:
-    """Return the manager of a repository's models."""
     return server(processes, repository)[0]
 
 
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
-    """Return the manager and the poller of a repository."""
     planner: Any = repository
     registry = ModelRegistry()
     nobody = MagicMock()

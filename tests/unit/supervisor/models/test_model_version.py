@@ -19,7 +19,6 @@ from tests.rigs.process_rig import Made, Processes, plan, turns
 
 
 def deployment(processes: Processes) -> ModelVersion:
-    """One of one instance."""
     return processes.version(plan())
 
 

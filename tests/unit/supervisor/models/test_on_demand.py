@@ -99,7 +99,6 @@ class Version:
     instances: SimpleNamespace
 
     def pids(self) -> list[int]:
-        """They."""
         return self.running
 
 

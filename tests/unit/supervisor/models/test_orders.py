@@ -125,15 +125,12 @@ class Server(Processes):
         await self.models.load_on_request(name, override, {})
 
     async def unload(self, name: str) -> None:
-        """Unload a model."""
         await self.models.unload_on_request(name, False)
 
     def state(self, name: str, version: str = "1") -> tuple[str, str]:
-        """Of a version of a model: its state and the reason."""
         return self.registry.states()[name, version]
 
     def note(self, name: str) -> str:
-        """The note of the configuration that serves."""
         version = self.registry.model(name).serving["1"]
         return str(version.config.source["parameters"]["note"]["string_value"])
 
@@ -628,7 +625,6 @@ def test_who_cannot_be_waited_for_is_said_to_be_unavailable() -> None:
 
 
 def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:
-    """As by Triton."""
     context: Any = SimpleNamespace(config=SimpleNamespace(repository_poll_s=0))
     nothing: Any = None
     asyncio.run(asyncio.wait_for(RepositoryPoller(context, nothing, nothing, nothing).run(), 1))

@@ -34,8 +34,6 @@ from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 
 @dataclass
 class Version:
-    """A generation."""
-
     ready: bool = True
     problem: str = ""
 

@@ -21,11 +21,9 @@ class Scheduler:
         self.counts = CarryOver(self.tell)
 
     def tell(self, message: BaseCounters) -> None:
-        """A message of the supervisor's."""
         self.base = message.statistics
 
     def count(self, success: int, **rows: Any) -> None:
-        """It has counted so much."""
         self.counts.update({"success": success, "pending": 7, "base": self.base, **rows}, [])
 
 

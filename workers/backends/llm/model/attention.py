@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: one interface, with implementations for CPUs and for CUDA.
+"""A paged KV cache, and attention over it: one interface, implemented for CPUs and for CUDA.
 
 A sequence with contiguous blocks is read as a view; otherwise its blocks are gathered, with the
 same bits as the result.
@@ -17,7 +17,9 @@ its own width, and no sum goes beyond it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Self
 
@@ -26,14 +28,168 @@ import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass, RowSpan
 
-_GRAIN = 16  # keys
-_MOST_ROWS = 16  # of a sequence: rows that verify proposed tokens
+_GRAIN = 16  # widths are multiples of this number of keys
+_MOST_ROWS = 16  # maximum rows of a sequence that are lone: rows that verify proposed tokens
+
+
+class KvCache:
+    """Keys and values of all layers: [layers, 2, KV heads, blocks * block size, head size].
+
+    A host pool of the same layout has `host_blocks` blocks. Memory is allocated when it is first
+    written.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        block_size: int,
+        blocks: int,
+        host_blocks: int,
+        device: str = "cpu",
+    ) -> None:
+        self.block_size = block_size
+        self.slots = blocks * block_size
+        self.query_heads, self.kv_heads = architecture.heads, architecture.kv_heads
+        # Heads precede slots, so that each head is read contiguously.
+        heads = (architecture.layers, 2, self.kv_heads)
+        size = architecture.head_dim
+        self.pool = torch.zeros((*heads, self.slots, size), device=device)
+        self._blocks = self.pool.view(*heads, blocks, block_size, size)
+        self._host = torch.zeros((*heads, host_blocks, block_size, size))
+        self._layers = self.pool.flatten(1, 2).unbind()
+        self.keys = [layer[0] for layer in self.pool]
+        self.values = [layer[1] for layer in self.pool]
+        # The same, as rows of heads and slots.
+        self.rows = [
+            (keys.flatten(0, 1), values.flatten(0, 1))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+
+    def write(self, layer: int, keys_and_values: torch.Tensor, at: torch.Tensor) -> None:
+        """Store keys and values in slots: [tokens, heads of keys and then of values, head size]."""
+        self._layers[layer].index_copy_(1, at, keys_and_values.transpose(0, 1))
+
+    def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
+        """Copy blocks to the host pool, back from it, and within the pool, in this order.
+
+        Each list alternates between source and destination.
+        """
+        for source, target, pairs in (
+            (self._blocks, self._host, out),
+            (self._host, self._blocks, back),
+            (self._blocks, self._blocks, within),
+        ):
+            if pairs:
+                read = torch.tensor(pairs[::2], device=source.device)
+                write = torch.tensor(pairs[1::2], device=target.device)
+                target.index_copy_(3, write, source.index_select(3, read).to(target.device))
+
+
+class RowSpan(NamedTuple):
+    """The rows of one sequence in a pass.
+
+    Attributes:
+        first: The index of the first row.
+        size: The number of rows.
+        before: The number of tokens before the rows.
+        table: The block table.
+        prompt: Whether the tokens are from the prompt. Sampled tokens are computed with the same
+            bits as one by one.
+    """
+
+    first: int
+    size: int
+    before: int
+    table: list[int]
+    prompt: bool
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that the last row sees."""
+        return self.before + self.size
+
+    def parts(self, size: int) -> Iterator[RowSpan]:
+        """Yield the rows as spans that end at multiples of `size` tokens of the sequence.
+
+        The parts are then independent of how a prompt is split otherwise.
+        """
+        for begin in range(self.before - self.before % size, self.length, size):
+            start, end = max(begin, self.before), min(begin + size, self.length)
+            first = self.first + start - self.before
+            yield RowSpan(first, end - start, start, self.table, self.prompt)
+
+
+@dataclass(eq=False)
+class Pass:
+    """The rows of one pass through a model.
+
+    Rows without a span pad the batch and repeat the last row.
+
+    Attributes:
+        block_size: The size of a block.
+        device: The device.
+        spans: The rows by sequence.
+        tokens: The tokens.
+        positions: The position of each row in its sequence.
+        slots: The slot for the keys and values of each row.
+    """
+
+    block_size: int
+    device: str = "cpu"
+    spans: list[RowSpan] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], start: int, table: list[int], prompt: bool = False) -> int:
+        """Add rows for tokens of a sequence; return the index of the first one.
+
+        Args:
+            tokens: The tokens.
+            start: The position of the first token.
+            table: The block table of the sequence.
+            prompt: Whether the tokens are from the prompt.
+        """
+        first, size = len(self.tokens), self.block_size
+        new_positions = range(start, start + len(tokens))
+        self.tokens += tokens
+        self.positions += new_positions
+        self.slots += [
+            table[position // size] * size + position % size for position in new_positions
+        ]
+        self.spans.append(RowSpan(first, len(tokens), start, table, prompt))
+        return first
+
+    def only(self, indices: list[int]) -> Pass:
+        """Return a pass of the `indices` rows, which are the last ones of their spans."""
+        few = Pass(self.block_size, self.device)
+        for first, size, before, table, prompt in self.spans:
+            end = first + size
+            count = bisect_left(indices, end) - bisect_left(indices, first)
+            if count:
+                few.spans.append(
+                    RowSpan(len(few.tokens), count, before + size - count, table, prompt)
+                )
+                few.tokens += self.tokens[end - count : end]
+                few.positions += self.positions[end - count : end]
+                few.slots += self.slots[end - count : end]
+        return few
+
+    def pad(self, rows: int) -> None:
+        """Repeat the last row until there are `rows` rows."""
+        for column in (self.tokens, self.positions, self.slots):
+            column += column[-1:] * (rows - len(column))
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens, positions and slots, int64 [rows]."""
+        columns = torch.tensor([self.tokens, self.positions, self.slots], device=self.device)
+        tokens, positions, slots = columns.unbind()
+        return tokens, positions, slots
 
 
 class LoneRow(NamedTuple):
-    """A row of a pass, at index `row_index`, that is computed alone.
+    """A row of a pass, at index `row_index`, whose attention is computed row by row.
 
     Attributes:
         length: The number of tokens of the sequence that the row sees.
@@ -61,7 +217,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
 
 
 class Seen(NamedTuple):
-    """The keys that lone rows see, at indices `row_indices` of a pass.
+    """The keys that the lone rows of a pass see, at indices `row_indices`.
 
     Attributes:
         pattern: A CSR matrix [rows * heads of queries, keys and values, KV heads * slots], with 0
@@ -129,7 +285,7 @@ class Seen(NamedTuple):
 
 
 def _row_ends(counts: np.ndarray) -> torch.Tensor:
-    """Return 0 and the running sums, int32."""
+    """Return the running sums of `counts`, preceded by 0, as int32."""
     ends = np.zeros(counts.size + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
     return torch.from_numpy(ends)
@@ -154,7 +310,7 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16
-_MOST_OF_RUN = 4 * CHUNK  # rows, on CPUs
+_MOST_OF_RUN = 4 * CHUNK  # maximum rows of a run on CPUs
 
 
 class Run(NamedTuple):
@@ -191,9 +347,9 @@ class Run(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """Return the number of rows that compute `count` rows of a prompt: a multiple of CHUNK.
+    """Return the number of rows to compute for `count` rows of a prompt: a multiple of CHUNK.
 
-    Each row then has the same bits if its prompt is split at multiples of CHUNK.
+    Each row then has the same bits wherever its prompt is split at multiples of CHUNK.
     """
     return count + -count % CHUNK
 
@@ -323,7 +479,7 @@ class PagedAttention(Attention):
 
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the rows with the last one repeated.
+    """Return the rows extended to `rows` rows by repeating the last one.
 
     Padding rows write to the slot of the last row.
     """
@@ -332,7 +488,7 @@ def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:
-    """Return 0 and the running sums, int32."""
+    """Return the running sums of `counts`, preceded by 0, as int32 on a device."""
     return torch.tensor([0, *np.cumsum(list(counts))], dtype=torch.int32, device=device)
 
 
@@ -349,9 +505,9 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     ways = best(tried), Attention(tried)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sparse tensors are in beta state
+            warnings.simplefilter("ignore")  # torch warns that sparse tensors are in beta state
             found, expected = (way.for_rows(rows)(given, 0) for way in ways)
         works = torch.allclose(found, expected, atol=1e-4)
-    except Exception:  # this torch or device has no such kernel
+    except Exception:  # this version of torch or this device has no such kernel
         works = False
     return best(cache) if works else Attention(cache)

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from shmserve.workers.backends.llm.model.attention import make_attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import KvCache, Pass, make_attention
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
 _LEAST_ROWS = 2
-_LEAST_KEYS = 256  # per row
-_MOST_KEYS = 1 << 17  # of all rows: a graph keeps memory for gathered keys
-_COLUMNS = 3  # of a row, before its blocks: token, position, slot
+_LEAST_KEYS = 256  # minimum number of keys per row in a graph
+# Maximum number of keys of all rows, because a graph keeps memory for gathered keys.
+_MOST_KEYS = 1 << 17
+_COLUMNS = 3  # columns of a row before its blocks: token, position, slot
 
 
 class Captured(NamedTuple):
-    """A graph with its inputs and its logits."""
+    """A captured CUDA graph with its inputs and its logits."""
 
     graph: torch.cuda.CUDAGraph
     given: torch.Tensor
@@ -33,7 +33,7 @@ class Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """The graphs of one model over its cache."""
+    """The captured CUDA graphs of one model over its cache."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self._model, self._cache = model, cache
@@ -50,7 +50,8 @@ class DecodeGraphs:
             given = torch.zeros(
                 (rows, _COLUMNS + blocks), dtype=torch.int64, device=self._model.device
             )
-            decode_logits(self._model, self._cache, given)  # libraries allocate first
+            # A first call, in which libraries allocate their memory.
+            decode_logits(self._model, self._cache, given)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -138,12 +139,12 @@ def _size(rows: int, blocks: int, block_size: int) -> tuple[int, int]:
 
 
 def _power(least: int) -> int:
-    """Return the least power of two that is not less."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
 
 
 class Passes:
-    """A model, its cache, and the ways to compute passes."""
+    """A model with its KV cache and its attention, which computes passes."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self.cache = cache
@@ -161,7 +162,7 @@ class Passes:
         return Pass(self.cache.block_size, self._model.device)
 
     def logits(self, rows: Pass, logit_rows: list[int]) -> torch.Tensor:
-        """Return the logits of the `logit_rows` rows, float32 [wanted, vocabulary].
+        """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
 
         The logits are valid until the next pass. The keys and values of all rows are stored in the
         cache.

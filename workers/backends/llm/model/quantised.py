@@ -24,7 +24,7 @@ _BITS = (2, 4, 8)
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, as the file's header describes it."""
+    """The description of a tensor in a file, from the file's header."""
 
     path: Path
     name: str
@@ -77,7 +77,7 @@ class Quantisation:
 
     Attributes:
         method: Its `quant_method`, or "".
-        offset: The number that the stored zero points lack.
+        offset: The number that must be added to stored zero points.
         steps: The sizes of groups and blocks; shapes do not determine the size of partial blocks.
         required: The roles of tensors without which values have another meaning.
         interleaved: Whether AWQ stores the even values of a word before its odd ones. GPTQModel
@@ -144,14 +144,18 @@ class Quantisation:
         values = parts["values"]
         if values.dtype in _PLAIN and "scales" not in parts:
             fits = values.shape == shape
-            return "" if fits else f"{name} has {list(values.shape)}, not {list(shape)}"
+            return (
+                ("")
+                if fits
+                else f"{name} has the shape {list(values.shape)}, expected {list(shape)}"
+            )
         if not self.method:
             return f"{name} is {values.dtype} without a quantization_config in config.json"
         method = _METHODS[self.method]
         allowed = method.values.get(values.name.rpartition(".")[2], ())
         if values.dtype not in allowed:
             supported = ", ".join(allowed)
-            return f"{values.name} is {values.dtype}, supported for {self.method}: {supported}"
+            return f"{values.name} is {values.dtype}, but {self.method} supports {supported}"
         lacks = [
             " or ".join(ends)
             for role, ends in method.roles.items()
@@ -172,7 +176,7 @@ class Quantisation:
         except (ValueError, IndexError, RuntimeError):
             sizes = ", ".join(f"{role} {list(each.shape)}" for role, each in parts.items())
             raise InvalidArgument(
-                f"the folder of the model is wrong: {name}: {self.method} tensors do not make "
+                f"the model's folder is invalid: {name}: {self.method} tensors do not make "
                 f"{list(shape)}: {sizes}; supported are {', '.join(map(str, _BITS))} bits"
             ) from None
 
@@ -204,9 +208,10 @@ class Quantisation:
                 zeros = zeros + (1 << bits - 1)
         if zeros is None and bits:
             zeros = torch.tensor([1 << bits - 1])
-        if scales.dtype == torch.uint8:  # exponents
+        if scales.dtype == torch.uint8:  # scales of this type are exponents
             scales = (scales.float() - 127).exp2()
-        if groups is not None and groups.min() < 0:  # unused
+        # Negative groups mark tensors of groups that are not used.
+        if groups is not None and groups.min() < 0:
             groups = None
         found = values.float()
         if found.shape != shape:
@@ -232,7 +237,7 @@ class Quantisation:
         return given
 
     def _step(self, size: int, count: int) -> int:
-        """Return the size of each of `count` groups."""
+        """Return the size of each of `count` groups or blocks along a dimension of `size`."""
         matching = (step for step in self.steps if -(-size // step) == count)
         step = next(matching, 0 if size % count else size // count)
         if not step:

@@ -24,14 +24,13 @@ import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.attention import Attend, Attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import Attend, Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 16
 _SMALLEST = 1e-8  # the minimum of a scale
-MOST_ROWS = 256  # in one call; kernels for more rows give other bits
+MOST_ROWS = 256  # maximum rows of one call; kernels for more rows give other bits
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,7 +74,7 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     multiply = operators._linear_pointwise.default
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
-        count = rows.shape[0]  # `len` is slower
+        count = rows.shape[0]  # `rows.shape[0]`, because `len` is slower
         if count <= MOST_ROWS:
             product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
             return product
@@ -113,7 +112,7 @@ def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in engines else "onednn"
     narrow = _saturates()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecation of torch's quantised tensors
+        warnings.simplefilter("ignore")  # torch deprecates its quantised tensors
         packed = _quantised(weight)
     multiply = torch.ops.quantized.linear_dynamic
     largest = torch.linalg.vector_norm
@@ -153,8 +152,9 @@ def _saturates() -> bool:
     return bool(narrow < wide)
 
 
-_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")  # rotated by a token's position
-_WIDER = 16  # columns
+# Weights whose rows are rotated by a token's position.
+_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")
+_WIDER = 16  # extra columns of the states, which hold their norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Layer:
 
     before: torch.Tensor | None
     qkv: Linear
-    head_norms: torch.Tensor | None  # [heads + KV heads, head size]
+    head_norms: torch.Tensor | None  # shape [heads + KV heads, head size]
     output: Linear
     after: torch.Tensor | None
     gate_up: Linear
@@ -174,7 +174,7 @@ class Layer:
 
 
 class Some(NamedTuple):
-    """Some rows of a pass, at indices `rows_out`, with their own attention."""
+    """A selection of rows of a pass, at indices `rows_out`, with their own attention."""
 
     rows_out: list[int]
     attend: Attend
@@ -212,7 +212,7 @@ class Transformer:
     def forward(
         self, rows: Pass, cache: KvCache, attention: Attention, logit_rows: list[int]
     ) -> torch.Tensor:
-        """Return the logits of the `logit_rows` rows, float32 [wanted, vocabulary].
+        """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
 
         The `logit_rows` rows are the last ones of their spans. The keys and values of all rows are
         stored in the cache.
@@ -362,12 +362,12 @@ def _turns(made: Architecture, device: str) -> torch.Tensor:
     return torch.polar(torch.full_like(angles, made.rope.amplitude), angles).to(device)
 
 
-_ASK, _MOVE = 14, 25  # MADV_HUGEPAGE, MADV_COLLAPSE
+_ASK, _MOVE = 14, 25  # the values of MADV_HUGEPAGE and MADV_COLLAPSE
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPPED = Path("/proc/self/maps")
 _c = ctypes.CDLL(None)
 
-Range = tuple[int, int]  # of addresses: the first, and the one after the last
+Range = tuple[int, int]  # the first address, and the address after the last
 
 
 @contextmanager
@@ -384,7 +384,7 @@ def moved_to_huge_pages() -> Iterator[None]:
 
 
 def without(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
-    """Yield the parts of `ranges` outside of the other ranges, which are sorted."""
+    """Yield the parts of `ranges` outside of the `excluded` ranges, which are sorted."""
     exclusions = list(excluded)
     for begin, end in ranges:
         for first, last in exclusions:

@@ -31,7 +31,6 @@ TOKENIZER = Tokenizer.from_str(tokenizer_text())
 
 @pytest.fixture
 def scheduler(folder: Folder, tmp_path: Path) -> Iterator[Scheduler]:
-    """A worker with a Llama, and its scheduler."""
     with llm_rig(tmp_path / "rig", folder()) as made:
         yield made
 
@@ -482,12 +481,10 @@ def test_a_grammar_holds(
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
-    """The parameters of a text of a schema."""
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 def of_property(schema: Any) -> dict[str, Any]:
-    """An object with one property."""
     made = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
     return json_schema({**made, "additionalProperties": False})
 
@@ -555,12 +552,10 @@ TEXTS = ["naïve café — 東京 und Köln 😀👩‍👩‍👧", "the quick 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The tests' tokenizer of bytes and pairs."""
     return Tokenizer.from_str(tokenizer_text())
 
 
 def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The pieces in which tokens are told."""
     detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shmserve.workers.backends.llm.model.attention import Attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import _size, _sizes, decode_inputs, decode_logits
 from shmserve.workers.backends.llm.model.transformer import Transformer

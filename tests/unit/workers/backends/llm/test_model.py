@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from shmserve.workers.backends.llm.model import transformer
-from shmserve.workers.backends.llm.model.attention import SparseAttention, make_attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import (
+    KvCache,
+    Pass,
+    SparseAttention,
+    make_attention,
+)
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
@@ -58,7 +62,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
-    """Random tokens."""
     return [random.Random(seed + memory_range).randrange(3, 320) for memory_range in range(size)]
 
 

@@ -95,7 +95,6 @@ def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) ->
 
 
 def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """The content and the calls of a message."""
     parser = MessageParser(found, stream=True)
     parser.feed(text, ended=True)
     taken = parser.take()
@@ -181,7 +180,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": GIVEN, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice: 'g' is not a name of `tools`",
     ),
-    "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
+    "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
 }
 
 
