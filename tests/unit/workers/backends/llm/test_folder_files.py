@@ -1,5 +1,6 @@
 """The files of a folder: tokens, texts and prompts are those of transformers."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from shmserve.errors import InvalidArgument
@@ -130,6 +131,15 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaTokenizer of bytes": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
     "GPT2Tokenizer": {SETTINGS: {"tokenizer_class": "GPT2TokenizerFast"}, **DIGITS},
     "GPTNeoXTokenizer": {SETTINGS: {"tokenizer_class": "GPTNeoXTokenizer"}, **DIGITS},
+    "GPT2Tokenizer ignores merges": {
+        SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
+        "tokenizer.json": {
+            "model": {**json.loads(tokenizer_text())["model"], "ignore_merges": True}
+        },
+    },
+    "CohereTokenizer": {SETTINGS: {"tokenizer_class": "CohereTokenizerFast"}},
+    "a class of config.json": {"config.json": {"tokenizer_class": "CohereTokenizer"}},
+    "an unknown class": {SETTINGS: {"tokenizer_class": "OwnTokenizerFast"}},
     "Qwen2Tokenizer": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
     "Qwen2Tokenizer of a family": {"config.json": {"model_type": "qwen2"}, **DIGITS},
     "Qwen3 without a class": {
@@ -148,6 +158,14 @@ MISTRAL = {
 SPACED: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
     "LlamaTokenizer": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
+    "CodeLlamaTokenizer": {SETTINGS: {"tokenizer_class": "CodeLlamaTokenizer"}},
+    "CodeLlamaTokenizer without prefix": {
+        SETTINGS: {"tokenizer_class": "CodeLlamaTokenizer", "add_prefix_space": False}
+    },
+    "GemmaTokenizer": {SETTINGS: {"tokenizer_class": "GemmaTokenizerFast"}},
+    "CohereTokenizer of spaces": {SETTINGS: {"tokenizer_class": "CohereTokenizer"}},
+    "GPT2Tokenizer of spaces": {SETTINGS: {"tokenizer_class": "GPT2Tokenizer"}},
+    "Qwen2 of spaces": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
     "legacy": {SETTINGS: {"tokenizer_class": "LlamaTokenizerFast", "legacy": True}},
     "without prefix": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}},
     "Mistral": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "legacy": False}, **MISTRAL},
@@ -181,6 +199,37 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
     reference.chat_template = SHOWN
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert ChatTemplate({"default": SHOWN}, mine.special).render({"messages": MESSAGES}) == expected
+
+
+def unigram() -> str:
+    """tokenizer.json of a Unigram model, as that of T5."""
+    pieces = [("<unk>", 0.0), ("▁the", -1.0), ("▁fox", -1.0), *((each, -5.0) for each in "▁thefox")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return str(tokenizer.to_str())
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("PreTrainedTokenizerFast", ""),
+        ("LlamaTokenizer", "'LlamaTokenizer' with a tokenizer.json of Unigram is not supported"),
+        ("GemmaTokenizerFast", "'GemmaTokenizer' with a tokenizer.json of Unigram is not"),
+        ("T5Tokenizer", "'T5Tokenizer' is not supported, because that class replaces parts of"),
+    ],
+)
+def test_classes_that_replace_other_parts_are_refused(
+    tmp_path: Path, name: str, problem: str
+) -> None:
+    path = write_folder(tmp_path / "m")
+    (path / "tokenizer.json").write_text(unigram())
+    edit(path, SETTINGS, tokenizer_class=name)
+    if problem:
+        with pytest.raises(InvalidArgument, match=f"tokenizer_class: {problem}"):
+            Checkpoint.open(path)
+    else:
+        assert Checkpoint.open(path).tokenizer.encode("the fox").tokens == ["▁the", "▁fox"]
 
 
 def test_each_field_in_the_guide_is_tested() -> None:
