@@ -94,6 +94,9 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "extra tokens": {SETTINGS: {"additional_special_tokens": ["<x>", "<|user|>", "fox"]}},
     "extra tokens of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>", "fox"]}},
     "extra named tokens": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"}}},
+    "named tokens of a model": {
+        SETTINGS: {"model_specific_special_tokens": {"image_token": "<img>"}}
+    },
     "own named token": {SETTINGS: {"image_token": "<img>"}},
     "added_tokens_decoder": {
         SETTINGS: {
