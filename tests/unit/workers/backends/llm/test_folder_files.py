@@ -439,6 +439,20 @@ def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
     assert ChatTemplate({"default": template}, {}).render({"messages": MESSAGES}) == "the foxé"
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
+        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
+        ("{{ '-' if messages[0].content is none else messages[0].content }}|", "|"),
+    ],
+)
+def test_a_missing_content_beside_calls_is_empty_as_in_vllm(template: str, text: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+
+
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
 
 
