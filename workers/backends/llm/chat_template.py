@@ -151,10 +151,11 @@ def _names_content(node: nodes.Node) -> bool:
     return "content" in (getattr(node, "attr", ""), getattr(node, "name", ""))
 
 
-def _checks_content(node: nodes.Test | nodes.Compare) -> bool:
+def _checks_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Test):
         return node.name in ("defined", "undefined") and _names_content(node.node)
-    return isinstance(node.expr, nodes.Const) and node.expr.value == "content"
+    compared = getattr(node, "expr", None)
+    return isinstance(compared, nodes.Const) and compared.value == "content"
 
 
 def conversation(text: str) -> dict[str, Any]:
