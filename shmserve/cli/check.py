@@ -254,7 +254,7 @@ class _Model:
                             return _Verdict("differs" if misfit else "ok", misfit)
                 if not dealer.connected:
                     return _Verdict("FAILED", "its scheduler ended")
-            return _Verdict("FAILED", f"no answer within {_PATIENCE_S:.0f} s")
+            return _Verdict("FAILED", f"no response within {_PATIENCE_S:.0f} s")
         finally:
             dealer.close()
 

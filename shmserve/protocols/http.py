@@ -204,7 +204,7 @@ class HttpTransport:
                 yield found
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise TransportError(f"no answer: {reason}") from error
+            raise TransportError(f"no response: {reason}") from error
 
 
 def _inference(request: OutgoingRequest, binary: bool) -> tuple[str, str, bytes, int]:

@@ -88,7 +88,7 @@ class RegionQuota:
             if byte_size > most - size:
                 raise InvalidArgument(
                     f"a region of {byte_size} bytes is too large: {size} of the {most} bytes that "
-                    f"can be registered are ({flag})"
+                    f"can be registered are in use ({flag})"
                 )
         self._regions[uid] += 1
         self._bytes[uid] += byte_size

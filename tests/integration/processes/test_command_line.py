@@ -461,5 +461,5 @@ def test_client_infer_without_a_server(scheme: str) -> None:
         url = f"{scheme}://127.0.0.1:{port_of(held)}"
         done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
     assert done.returncode == 1
-    assert f": {url}: no answer: " in done.stderr
+    assert f": {url}: no response: " in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
