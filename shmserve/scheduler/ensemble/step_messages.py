@@ -205,7 +205,7 @@ class StepMessages:
             data,
             now_ns,
             request.deadline_ns,
-            min(origin.timeout_us, LONGEST_TIMEOUT_US),
+            origin.timeout_us and min(origin.timeout_us, LONGEST_TIMEOUT_US),
             origin.priority,
             origin.request_id,
             flags,
