@@ -1,14 +1,11 @@
 """Inter-process communication: the messages, sockets and memory that processes share.
 
-Its rooms:
-
-    messages/           typed messages, grouped by sender and receiver
-    transport/          sockets: ZMTP over unix sockets, dealers and routers
-    tensors/            datatypes, descriptors, schemas of requests and responses, signatures
-    memory/             arenas, mappings, POSIX shared memory, CUDA IPC
-    model_spec.py       a model's typed configuration, and its parameters
-    class_source.py     the classes in a model's Python file, read without executing it
-    scheduler_client.py submits requests, and keeps those that are not completed (sans IO)
-    endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
-    processes.py        process control of Linux and glibc
+messages/           typed messages, grouped by sender and receiver
+transport/          sockets: ZMTP over unix sockets, dealers and routers
+tensors/            datatypes, descriptors, schemas of requests and responses, signatures
+memory/             arenas, mappings, POSIX shared memory, CUDA IPC
+model_spec.py       a model's typed configuration, and its parameters
+scheduler_client.py submits requests, and keeps those that are not completed (sans IO)
+endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
+processes.py        process control of Linux and glibc
 """

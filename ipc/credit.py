@@ -32,7 +32,7 @@ class SendWindow:
             placed: Whether the outputs are written to the client's memory.
         """
         self._most = 1 if placed else FIRST_CREDIT
-        self._unread: deque[int] = deque()  # bytes of each, oldest first
+        self._unread: deque[int] = deque()  # bytes of each unread response, oldest first
         self._unread_bytes = 0
 
     @property

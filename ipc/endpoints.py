@@ -113,7 +113,7 @@ class Capabilities:
         self.key = key
 
     def _mac(self, text: str, size: int) -> bytes:
-        import hashlib  # not at the top: clients do not need it, and it loads OpenSSL
+        import hashlib  # imported late, because clients do not need it and it loads OpenSSL
 
         return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
 

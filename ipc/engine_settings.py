@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from shmserve.errors import InvalidArgument, suggestion
 
-GENERATIVE = "llm"  # the name of the backend
+GENERATIVE = "llm"  # the name of the backend for generative models
 PARAMETER = "engine"
 # Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
 PROMPT_TOO_LONG = "the prompt is longer than the model's context"
@@ -98,7 +98,7 @@ class EngineSettings:
         origin: str = "engine settings",
         positions: Mapping[str, str] | None = None,
     ) -> Self:
-        """Return the settings in a document, over those of its profile.
+        """Return the settings in a document, with the defaults of its profile.
 
         Args:
             given: The document.
@@ -106,8 +106,8 @@ class EngineSettings:
             positions: The position of each key ("3:1"), if known.
 
         Raises:
-            InvalidArgument: Settings are invalid. The message has a line for each: `ORIGIN:PLACE:
-                KEY:`, the value found, and the values allowed.
+            InvalidArgument: Settings are invalid. The message has a line for each:
+                `ORIGIN:POSITION: KEY:`, the value found, and the values allowed.
         """
         problems: list[_Problem] = []
         profile = given.get("profile", "")
@@ -130,7 +130,7 @@ class EngineSettings:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the settings from the JSON that `text` returned."""
+        """Return the settings from the JSON that the method `text` returned."""
         return cls.of(json.loads(text))
 
     @property

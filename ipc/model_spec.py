@@ -28,7 +28,7 @@ EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
 ENVIRONMENT = "environment"  # of a class; a configuration has ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
-# Parameters that the server reads for every backend.
+# An attribute of a class; a configuration has ENVIRONMENT_PATH.
 KNOWN_SETTINGS = (
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
     *(PADDING, ENVIRONMENT_PATH),
@@ -42,7 +42,7 @@ KNOWN_PARAMETERS = (
     *("execution_mode", "engine", "device_id"),
 )
 MOST_STREAMS = 65_536
-MOST_INSTANCES = 4096  # each is a process, with an entry in the supervisor
+MOST_INSTANCES = 4096  # limited, because each instance is a process with an entry in the supervisor
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
 LONGEST_IDLE_S = 1_000_000.0
@@ -50,7 +50,7 @@ LONGEST_IDLE_S = 1_000_000.0
 # it by its family, and may replace the buckets.
 FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
 FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
-_NUMBER = re.compile(r"[-+.0-9eE]+")  # stricter than float()
+_NUMBER = re.compile(r"[-+.0-9eE]+")  # stricter than the syntax of float()
 
 
 class Strategy(StrEnum):
@@ -152,7 +152,7 @@ class TensorSpec:
 
 @record
 class BatchTensor:
-    """A `batch_input` or a `batch_output`.
+    """An entry of `batch_input` or `batch_output`.
 
     A batch input is computed from the shapes of `source_input` in a ragged batch. A batch output is
     split by these shapes.
@@ -281,7 +281,7 @@ class SequenceBatching:
 
 @record
 class EnsembleStep:
-    """A model of an ensemble; the maps are from its tensor names to those of the ensemble."""
+    """A step of an ensemble; the maps are from its model's tensor names to the ensemble's."""
 
     model_name: str = ""
     model_version: int = -1
@@ -385,7 +385,7 @@ class WarmupSample:
 
 @record
 class MetricControl:
-    """The buckets of the histogram of a metric family."""
+    """The configured histogram buckets of a metric family."""
 
     family: str = _at("metric_identifier.family", "")
     buckets: tuple[float, ...] = _at("histogram_options.buckets", ())

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_MMAP_THRESHOLD = -3  # the value of M_MMAP_THRESHOLD in malloc.h
 _MARK = "SHMSERVE_SERVER"
 # Python starts this process for a program that has semaphores or shared memory. It removes those
 # that are left once all processes of the program have exited, and then exits itself.
@@ -39,7 +39,7 @@ _TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Let the kernel send this process a signal when its parent dies."""
+    """Let the kernel send this process the signal `number` when its parent dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -75,7 +75,7 @@ def kill_tree(pid: int, spared: Container[int] = ()) -> None:
 
 def _kill(pid: int) -> None:
     """Kill a process, but let a resource tracker remove the shared memory of its program."""
-    with contextlib.suppress(OSError):  # it has exited
+    with contextlib.suppress(OSError):  # the process has exited
         if _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
     with contextlib.suppress(ProcessLookupError):
@@ -93,7 +93,7 @@ def kill_marked(supervisor_pid: int, run_dir: object) -> None:
     mark = os.fsencode(f"{_MARK}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)
-        with contextlib.suppress(OSError):  # another user's process, or it has exited
+        with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
             if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
                 _kill(pid)
 
@@ -167,12 +167,13 @@ def keep_no_large_memory() -> None:
 
 
 SPIN_NS = 400_000
-_LONG_NS = 4 * SPIN_NS  # the maximum that a wait counts for
-_FEW = 1.5  # concurrent requests; above this number the cores have other work
+_LONG_NS = 4 * SPIN_NS  # longer waits count as this maximum
+_FEW = 1.5  # number of concurrent requests above which the cores have other work
+_NEVER = (False, False)
 
 
 class BusyPoll:
-    """The estimate of one process.
+    """The decision of one process whether to spin before it sleeps, from measured waits.
 
     `cores` is the number of usable cores, by default the kernel's.
 
@@ -185,10 +186,10 @@ class BusyPoll:
         # The mean wait while no request is in flight, and while some are.
         self._mean_ns = [2.0 * SPIN_NS, 2.0 * SPIN_NS]
         self._most = 0.0  # recent number of concurrent requests
-        self.pays = (False, False)
+        self.pays = _NEVER
 
     def observe(self, requests: int, waited_ns: int) -> None:
-        """Record the time until there was work."""
+        """Record the time that passed until there was work, with `requests` in flight."""
         busy = requests > 0
         self._most -= 1 / 32
         if requests > self._most:
@@ -197,5 +198,7 @@ class BusyPoll:
             waited_ns = _LONG_NS
         mean_ns = self._mean_ns
         mean_ns[busy] += (waited_ns - mean_ns[busy]) / 8
-        few = self._allowed and self._most <= _FEW
-        self.pays = (few and mean_ns[0] < SPIN_NS, few and mean_ns[1] < SPIN_NS)
+        if self._most > _FEW or not self._allowed:
+            self.pays = _NEVER
+        else:
+            self.pays = (mean_ns[0] < SPIN_NS, mean_ns[1] < SPIN_NS)

@@ -153,7 +153,7 @@ class InflightRequest(ABC):
             self.free()
 
     def strand(self) -> None:
-        """Fail the request because its scheduler is lost and no other one serves its model."""
+        """Fail the request because its scheduler is lost and no successor serves its model."""
         self.fail(ENDED)
 
 
@@ -301,6 +301,18 @@ class SchedulerClient(Generic[R]):
             if number not in self.pending:
                 request.free()
 
+    def take_finished(self, endpoint: str, message: Finished) -> R | None:
+        """Remove and return the pending request that a `Finished` ends; the caller handles both.
+
+        Returns:
+            The request, or None if `take` must handle the message.
+        """
+        request = self.pending.get(message.id)
+        if request is None or request.endpoint != endpoint:
+            return None
+        del self.pending[message.id]
+        return request
+
     def _take_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
@@ -363,7 +375,7 @@ class SchedulerClient(Generic[R]):
     def _take_last(self, endpoint: str, message: Any) -> None:
         try:
             self.take(endpoint, message)
-        except Exception:  # the remaining requests must still be resubmitted
+        except Exception:  # the remaining requests must still be resubmitted after any exception
             logger.exception("a %s could not be handled", type(message).__name__)
 
     def withdraw(self, endpoint: str) -> list[R]:

@@ -24,7 +24,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-
 _MESSAGE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[01][01]-([0-9a-f]{16})?")
 _ID = re.compile(r"[0-9a-f]{1,16}")
 _SAMPLED = 1
-_MOST_SPANS = 4096  # per request
+_MOST_SPANS = 4096  # maximum number of spans per request
 
 
 def is_trace(trace: str) -> bool:
@@ -166,13 +166,13 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
             if not (all(map(_ID.fullmatch, ids)) and span.span_id and span.version.isdecimal()):
                 break
             found.append(span)
-    except Exception as error:  # msgpack and non-lists raise many types
+    except Exception as error:  # msgpack and values that are not lists raise many types
         logger.error("the spans of a response are malformed: %s", error)
     return found
 
 
 def within(spans: list[Span], span_id: str) -> list[Span]:
-    """Return the span with this id and its descendants; other spans belong to the same batch."""
+    """Return the span with this id and its descendants; other spans are of the same batch."""
     included, rest = {span_id}, spans
     while True:
         found = [span for span in rest if span.span_id in included or span.parent_id in included]

@@ -27,13 +27,14 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name != "serve":
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from shmserve.serving import serve  # imports numpy, which the server's processes do later
+    # Imported late: it imports numpy, which the server's processes import later.
+    from shmserve.serving import serve
 
     return serve
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])  # help() shows `serve`
+    return sorted([*globals(), *__all__])  # so that help() shows `serve`
 
 
 # The path of an HTTP request through the packages (gateway/__init__.py has the files, and gRPC):

@@ -184,7 +184,7 @@ def clip(text: str, limit: int = 60) -> str:
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
-    import difflib  # not at the top: only errors need it
+    import difflib  # imported late, because only errors need it
 
     close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
     return close[0] if close else None

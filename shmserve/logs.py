@@ -28,9 +28,9 @@ MOST_VERBOSE = 2**32 - 1
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
-_MOST_ROWS = 100  # of a traceback, which may contain a client's text
+_MOST_ROWS = 100  # maximum lines of a traceback, which may contain a client's text
 _MOST_ONCE = 1000
-_warned: set[tuple[str, str]] = set()  # messages and names of `warn_once`
+_warned: set[tuple[str, str]] = set()  # messages and names that `warn_once` has logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class LineFormatter(logging.Formatter):
 
 
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-_OF_MODEL = re.compile(r"(?:inference of )?model '?%s")  # the start of a text about a model
+_OF_MODEL = re.compile(r"(?:inference of )?model '?%s")  # the beginning of a text about a model
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 

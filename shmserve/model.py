@@ -1,12 +1,19 @@
 """Tensor annotations and the instance context for native models.
 
-        from torch import Tensor
+This file defines a model `digits`, which `shmserve serve digits.py:Digits` serves:
+
+    import torch
+    from shmserve.model import FP32
+    from torch import Tensor
 
     class Digits:
         max_batch_size = 32
 
+        def load(self, context):
+            self.weights = torch.load(context.directory / "weights.pt")
+
         def predict(self, image: FP32[Tensor, 1, 8, 8]) -> FP32[Tensor, 10]:
-            ...
+            return image.flatten(1) @ self.weights
 
 `FP32[Tensor, 1, 8, 8]` means float32, passed as a torch tensor of shape 1 x 8 x 8 after the batch
 dimension; -1 is a dimension of any size. With `numpy.ndarray` instead of `Tensor` it is passed as a
@@ -23,26 +30,26 @@ Optional attributes and methods of the class besides `predict`:
 
     instances = 1               the number of instances, each a process; or `instance_group`, a list
                                 of mappings as in a configuration
-    min_instances, max_instances  the bounds of automatic scaling (guide/instances.md)
+    min_instances, max_instances  the bounds of autoscaling (`shmserve guide instances`)
 
-    environment = "/envs/old"   a Python environment of its own (guide/backends.md)
+    environment = "/envs/old"   a Python environment of its own (`shmserve guide backends`)
 
     ragged = ("x",)             inputs that are concatenated without padding
     batch_input, batch_output   lists of mappings, as in a configuration, for ragged inputs
-    padding = {"x": {...}}      inputs that are padded to one shape (guide/shapes.md)
+    padding = {"x": {...}}      inputs that are padded to one shape (`shmserve guide shapes`)
 
     def load(self, context)     called before the first batch, with a `Context`
     def is_ready(self)          returns a bool: see below
     def unload(self)            called after the last batch
 
 `is_ready`, a function or coroutine, is called between two batches whenever a client requests the
-readiness of the model. It should be fast: an instance that takes longer than 5 s does not count.
-The model is ready while an instance returns True, and none returns False or raises an exception,
-which is logged.
+readiness of the model. It must return a bool within 5 s; a later result does not count. The model
+is ready if at least one instance returns True, and no instance returns False or raises an
+exception. Exceptions are logged.
 
-A `predict` that yields detects the disconnection of its client at its next `yield`: a generator by
-GeneratorExit, an asynchronous generator also at an `await`, by asyncio.CancelledError. Code that
-computes for long between two of them checks `Context.cancelled`.
+If the client of a `predict` that yields disconnects, the next `yield` raises GeneratorExit. In
+an asynchronous generator, the next `await` raises asyncio.CancelledError. Code that
+computes for long between two yields checks `Context.cancelled`.
 """
 
 from __future__ import annotations
@@ -205,14 +212,14 @@ class Context:
 
     @property
     def cancelled(self) -> bool:
-        """Check whether the request was cancelled whose responses `predict` yields.
+        """Return whether the request that `predict` is answering was cancelled.
 
             for token in tokens:
                 if self.context.cancelled:
                     return
                 yield token
 
-        The result is always False outside of a `predict` that yields, and in other threads and
-        tasks.
+        The value is meaningful in a `predict` that yields. It is always False in an ordinary
+        `predict`, and in other threads and tasks.
         """
         return IS_CANCELLED.get()()

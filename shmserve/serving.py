@@ -237,7 +237,7 @@ def _statements(kind: type) -> Iterator[ast.stmt]:
     file = getattr(module, "__file__", None) or inspect.getsourcefile(kind)
     texts = cells if isinstance(cells, list) else ["".join(linecache.getlines(str(file)))]
     for text in texts:
-        with contextlib.suppress(SyntaxError):  # a cell with a magic command
+        with contextlib.suppress(SyntaxError):  # a notebook cell with a magic command is not Python
             yield from ast.parse(text).body
 
 

@@ -25,8 +25,8 @@ from shmserve.workers.user_code import in_words
 class Stopwatch:
     """The timestamps within an execution that only a backend can take.
 
-    They are in monotonic ns; 0: not taken. Missing timestamps are replaced by those around
-    `execute`.
+    Timestamps are in monotonic ns. 0 means not taken; the time before or after `execute` is then
+    used instead.
     """
 
     input_end_ns: int = 0
@@ -43,9 +43,14 @@ class ModelContext(WorkerStart):
         output_memory: The blocks of the arena for outputs.
         mappings: The views of other processes' memory.
         workspace: Leases of the device's shared workspace.
-        copied: Counts the bytes of tensors that are copied.
-        spans: The spans of the model's calls of others since the last batch, encoded as in
+        stopwatch: The timestamps within an execution that only the backend can take.
+        device_memory: The memory of clients and other processes on devices.
+        copied: The counter of copied bytes of tensors.
+        spans: The spans of the model's calls of other models since the last batch, encoded as in
             ipc/trace.py.
+
+    The attributes of `WorkerStart` are available, too: `model_name`, `version`, `model_dir`,
+    `device` and so on.
     """
 
     control: SupervisorLink

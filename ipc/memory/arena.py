@@ -21,7 +21,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Range
 
 _ALIGNMENT = 64  # a cache line, and the alignment of vector loads
 _KEEP = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FIXED_SIZE = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # the seals of a memfd
 
 
 class FreeList:
@@ -33,9 +33,10 @@ class FreeList:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % _ALIGNMENT
-        self._holes: list[tuple[int, int]] = [(0, self.capacity)]  # (offset, size), by offset
+        # (offset, size) of each free hole, sorted by offset.
+        self._holes: list[tuple[int, int]] = [(0, self.capacity)]
         self._used: dict[int, int] = {}
-        self.used = 0  # bytes allocated now
+        self.used = 0  # number of allocated bytes
 
     def allocate(self, byte_size: int) -> int | None:
         """Return the offset of a new block of at least `byte_size` bytes, or None if none fits."""
@@ -104,9 +105,9 @@ class Arena:
         self._fd = os.memfd_create("shmserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, capacity)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
             self._map = mmap.mmap(self._fd, capacity)
-        except OSError as error:  # ulimit -f, ulimit -v
+        except OSError as error:  # the limit of ulimit -f or ulimit -v
             os.close(self._fd)
             raise Unavailable(
                 f"no server memory for tensors ({capacity} bytes): {error.strerror}"

@@ -36,7 +36,7 @@ HANDLE_SIZE = 64
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
 # The driver may place smaller allocations side by side, and a handle opens the neighbours, too.
 _GRANULE = 2 * 1024 * 1024
-_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that exists
 
 
 class CudaError(Exception):
@@ -50,7 +50,7 @@ class Cuda(Protocol):
         """Map the allocation of a handle (64 bytes); return its address in this process."""
 
     def close(self, pointer: int, device: int) -> None:
-        """Undo one `open`, after pending work on the device."""
+        """Unmap memory that `open` has mapped, after pending work on the device."""
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
         """Return the base address and the size in bytes of the allocation at an address."""
@@ -65,7 +65,7 @@ class Cuda(Protocol):
         """Lock pages of host memory, so that the device copies from and to them directly."""
 
     def unpin(self, address: int, device: int) -> None:
-        """Undo `pin`, before the pages are unmapped."""
+        """Unlock pages that `pin` has locked, before they are unmapped."""
 
 
 class Exporting(Protocol):
@@ -111,7 +111,7 @@ class Driver(Cuda, Exporting):
             ) from None
         try:
             self._call("cuInit", 0)
-        except Exception as error:  # the package has its own error for a missing library
+        except Exception as error:  # the package raises its own error if a library is missing
             logger.error("there is no CUDA driver: %s", error)
             raise Unavailable("CUDA shared memory needs a GPU, and this host has none") from None
         self._contexts: dict[int, Any] = {}
@@ -212,7 +212,7 @@ class Driver(Cuda, Exporting):
 
 def address_of(view: memoryview) -> int:
     """Return the address of a view's bytes in this process."""
-    import numpy as np  # not at the top: the supervisor does not use it otherwise
+    import numpy as np  # imported late, because the supervisor does not use it otherwise
 
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 

@@ -28,7 +28,7 @@ TakeBack = Callable[[Range], None]
 
 
 class Token:
-    """A reference-counted holding of memory.
+    """A reference-counted hold on memory, which is freed at the last release.
 
     Its creator is the first user. Each user either passes its use to another user or releases it.
     """
@@ -58,7 +58,7 @@ class Token:
 
 
 class Holding(Token):
-    """A holding that calls `on_free` at its last release."""
+    """A token that calls `on_free` at its last release."""
 
     __slots__ = ("_on_free",)
 
@@ -85,7 +85,7 @@ class Block(Token):
 
 
 class Readers(Generic[R]):
-    """Tokens of lent blocks, by reader and by the offset that the reader releases.
+    """The tokens of lent blocks, by the reader and the offset that the reader releases.
 
     The same memory may be lent several times.
     """
@@ -135,7 +135,7 @@ class Readers(Generic[R]):
 
 
 class _TokenStack(NamedTuple):
-    """The last token that was lent with an offset, and the earlier ones."""
+    """The last token that was lent at an offset, and the earlier tokens."""
 
     last: Token
     before: Token | _TokenStack
@@ -151,7 +151,7 @@ class LentMemory:
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
         self._arena: Arena | None = None
-        self._readers: Readers[tuple[int, int]] = Readers()  # reader, id of the memory
+        self._readers: Readers[tuple[int, int]] = Readers()  # readers by (reader, id of the memory)
 
     def __len__(self) -> int:
         return len(self._readers)

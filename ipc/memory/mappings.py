@@ -31,7 +31,7 @@ _libc.mremap.argtypes = [_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
-_REMEMBERED = 1024  # the number of dropped memories whose ids are kept
+_REMEMBERED = 1024  # number of dropped memories whose ids are remembered
 
 
 def _truncated() -> InvalidArgument:
@@ -45,7 +45,7 @@ Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class Mapping(Protocol):
-    """A memory in this process.
+    """A memory that is mapped into this process.
 
     Attributes:
         pid: The process that holds the memory; the mapping ends with that process.
@@ -60,7 +60,7 @@ class Mapping(Protocol):
 
 
 def opened(memory: Memory) -> int:
-    """Return a descriptor of a memory on the host.
+    """Open a memory of this host and return the descriptor.
 
     Raises:
         Unavailable: The memory no longer exists.
@@ -105,7 +105,7 @@ class _HostMapping:
 
     def close(self) -> None:
         if self._unpin is not None:
-            self._unpin()  # before the last view releases the pages
+            self._unpin()  # unpinned before the last view releases the pages
         os.close(self.fd)
 
     def make_private(self, start: int, end: int) -> None:
@@ -164,7 +164,7 @@ class Mappings:
             opened = self._open(memory)
             mapping = self._mapped.setdefault(memory.id, opened)
             if mapping is not opened:
-                opened.close()  # another thread has opened the memory, too
+                opened.close()  # another thread has opened the memory in the meantime
         # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
         if not memory.sealed and (
             os.lseek(mapping.fd, 0, os.SEEK_END) < memory_range.offset + memory_range.byte_size

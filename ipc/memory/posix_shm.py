@@ -82,7 +82,8 @@ def open_object(key: str) -> SharedObject:
         raise Internal(
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: EINVAL, as for a folder
+    # ValueError: the system call returned EINVAL, as for a folder.
+    except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) in (errno.ENFILE, errno.EMFILE):
             raise Unavailable("the server has no descriptor left for another region") from None
         raise Internal(f"Unable to open shared memory region: '{key}'") from None
@@ -93,7 +94,7 @@ def open_object(key: str) -> SharedObject:
 
 
 def described(fd: int) -> SharedObject:
-    """Return the object that is open as `fd`."""
+    """Return the description of the object that is open as `fd`."""
     status = os.fstat(fd)
     return SharedObject(
         fd,

@@ -286,7 +286,7 @@ class AskTicket:
 
 @message
 class CheckHolders:
-    """Sent by a scheduler to the supervisor when a call could wait for its own callers.
+    """Sent by a scheduler to the supervisor when a call of a model could wait for its own callers.
 
     The processes `pids` wait for the call, which is request `key` of the scheduler. The supervisor
     responds with `ResourcesHeld` if every instance needs resources that these processes hold.
@@ -318,9 +318,9 @@ class TicketGranted:
 
 @message
 class TicketReturned:
-    """Sent by a scheduler to the supervisor when it needs a granted or pending ticket no more.
+    """Sent by a scheduler to the supervisor when it no longer needs a granted or pending ticket.
 
-    `executed` is true if the ticket was used.
+    `executed` is true if the ticket was used. The supervisor releases the ticket's resources.
     """
 
     ticket: int
@@ -384,7 +384,7 @@ class ShareDeviceMemory:
 class WithdrawMemory:
     """Sent by a local client to the supervisor when none of its requests uses a shared memory.
 
-    The supervisor then has the memory unmapped in all workers.
+    The supervisor then notifies all workers, which unmap the memory.
     """
 
     memory_id: int

@@ -99,7 +99,7 @@ class Prepared:
 
 @record
 class Begin:
-    """Start a sequence: sample `sample` of request `key`.
+    """A sequence to start in a step: sample `sample` of request `key`.
 
     With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
     unless that is -1.
@@ -231,7 +231,7 @@ class Ended:
 
 @record
 class Hypothesis:
-    """A hypothesis of a beam search.
+    """A finished hypothesis of a beam search.
 
     Attributes:
         tokens: Its tokens after the prompt (int32, little endian).

@@ -200,7 +200,7 @@ class StatisticsReported:
 
 @record
 class Work:
-    """A request to a worker; `schema` and `data` are an `Inference`.
+    """A request in a message to a worker; `schema` and `data` are an `Inference`.
 
     The other fields are those of `Submit`. The deadline also applies to the model's calls of other
     models.
@@ -228,7 +228,7 @@ class Work:
 
 @record
 class Reply:
-    """The result of a request in a batch.
+    """The result of one request in a batch.
 
     If `code` is empty the request has succeeded, and `schema` and `data` are an `Inferred`.
     """
@@ -388,7 +388,7 @@ class MetricsReported:
     families: list[list[Any]]
 
 
-Response = Finished | Responded | Failed  # to a request
+Response = Finished | Responded | Failed  # the responses to a request
 
 # The maximum of a time limit in microseconds. Longer limits are reduced to it, so that the deadline
 # fits into 64 bits.

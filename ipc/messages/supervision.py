@@ -40,7 +40,7 @@ class SchedulingLimits:
     delay_scheduler: int = 0
     backlog_delay_scheduler: int = 0
     quantiles: tuple[float, ...] = ()
-    rate_limited: bool = False  # instances execute only with a ticket
+    rate_limited: bool = False  # whether instances execute only with a ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SchedulerStart:
     run_dir: Path
     capability_key: bytes
     group: int = -1
-    arena_byte_size: int = 0  # of the output arena
+    arena_byte_size: int = 0  # size of the output arena
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
     snapshot: list[Any] = field(default_factory=list)
@@ -343,9 +343,9 @@ class RetireInstance:
 
 @message
 class CountChange:
-    """Sent by the supervisor to a scheduler when the load requires another number of instances.
+    """Sent by the supervisor to a scheduler when the autoscaler changes the instances' number.
 
-    The scheduler counts one instance more or less.
+    The scheduler counts the change for its metrics.
     """
 
     more: bool
@@ -365,7 +365,7 @@ class InstanceRetired:
 class InstanceServed:
     """Sent by a scheduler to the supervisor when a process has completed its first execution.
 
-    If the process dies later, that is no crash loop.
+    A later death of the process is then not counted as a crash loop.
     """
 
     process: int
@@ -375,7 +375,7 @@ class InstanceServed:
 class KillInstance:
     """Sent by a scheduler to the supervisor when an instance has exceeded its execution limit.
 
-    The supervisor logs where it hangs and kills its process, if that is still the same.
+    The supervisor logs where the instance hangs, and kills its process unless it was replaced.
     """
 
     process: int

@@ -165,7 +165,7 @@ def unpack_range(raw: Any) -> Range:
             raise MalformedMessage("a memory range has an offset or a size that is not an integer")
         return _RANGES[packed, offset, byte_size]
     except KeyError:
-        pass  # a range that was not used before
+        pass  # the range was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"not a memory range: {error}") from error
     memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)

@@ -27,7 +27,7 @@ INLINE_LIMIT = 16 * 1024
 
 # Bits of `Submit.flags`: the request is the first or the last one of its sequence.
 SEQUENCE_START, SEQUENCE_END = 1, 2
-LONGEST_CORRELATION_ID = 128  # characters
+LONGEST_CORRELATION_ID = 128  # maximum number of characters of a correlation id
 
 # The kinds of a requested output in a schema.
 _ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2

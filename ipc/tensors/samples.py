@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 _FOLDER = "warmup"
-_MOST_BYTES = 1 << 34  # per tensor
+_MOST_BYTES = 1 << 34  # bytes of an empty string: its length prefix
 _STRING_HEAD = 4  # the bytes of an empty string
 _LARGEST_INTEGER = 127  # the largest random integer, which every integer type can represent
 
@@ -85,7 +85,7 @@ def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path)
     elif given.random_data and ITEM_SIZE[datatype]:
         data = _random(name, datatype, dims)
     elif given.zero_data is not None or given.random_data is not None:
-        data = bytes(size)  # for BYTES, empty strings
+        data = bytes(size)  # zero bytes are empty strings for BYTES
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
     return TensorRef(name, datatype, (*batch, *dims), data)

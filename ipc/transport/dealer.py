@@ -44,7 +44,7 @@ class Dealer:
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
         self._connection: Connection | None = None
-        self.connected = False  # the other end is known to be connected
+        self.connected = False  # whether the other end is known to be connected
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(_CONNECT_S)
         try:

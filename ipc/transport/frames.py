@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class OtherVersion(MalformedMessage):
-    """The error of a frame or a `Hello` of another protocol version."""
+    """The error for a frame or a `Hello` of another protocol version."""
 
     def __init__(self, version: object) -> None:
         super().__init__(
@@ -40,11 +40,11 @@ _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 # The types of a class's fields, the number of required ones, closer checks, and nested records.
 _Within = tuple[tuple[int, "_Records | _Document"], ...]
 _Kind = tuple[type[Any], list[type[Any]], int, _Checks, _Within]
-_CLASSES: dict[str, type[Any]] = {}  # by tag
+_CLASSES: dict[str, type[Any]] = {}  # message classes by tag
 
 
 class _Kinds(dict[str, _Kind]):
-    """The kinds of messages by tag, each read from its class at its first use."""
+    """The properties of message classes by tag, each read from its class at its first use."""
 
     def __missing__(self, tag: str) -> _Kind:
         _read(tag, _CLASSES[tag])
@@ -99,7 +99,7 @@ class _Document:
 
     def __init__(self, cls: type[Document]) -> None:
         self._cls = cls
-        cls.of({})  # computes its fields now, before processes are forked
+        cls.of({})  # reads the fields of the class now, before processes are forked
 
     def typed(self, source: dict[str, Any]) -> Document:
         """Return the document; raise MalformedMessage if it is invalid."""
@@ -114,7 +114,7 @@ def _is_document(kind: Any) -> bool:
 
 
 def _within(kind: Any) -> _Records | _Document | None:
-    """Return the handler of a field with a list of records or a document, or None."""
+    """Return the handler of a field that contains records or a document, or None."""
     of = (*typing.get_args(kind), None)[0]
     if typing.get_origin(kind) is list and isinstance(of, type) and is_dataclass(of):
         return _Records(of)
@@ -148,7 +148,7 @@ def message(cls: type[T]) -> type[T]:
 
 
 def _read(tag: str, made: type[Any]) -> None:
-    """Read the fields of a message class."""
+    """Read the fields of a message class into the tables."""
     hints = typing.get_type_hints(made)
     names = [f.name for f in fields(made)]
     kinds = [hints[name] for name in names]
@@ -189,7 +189,7 @@ def pack(messages: Iterable[Any]) -> bytes:
     frame: bytes
     try:
         frame = _PACKER.pack(items)
-    except UnicodeEncodeError:  # for instance a file name of a model that is not UTF-8
+    except UnicodeEncodeError:  # the text may be a model's file name that is not UTF-8
         frame = msgpack.packb(items, unicode_errors="backslashreplace")
     return frame
 
@@ -210,7 +210,7 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
         gc.disable()
     try:
         raw = msgpack.unpackb(frame, max_array_len=most)
-    except Exception as error:  # msgpack raises many types
+    except Exception as error:  # msgpack raises many exception types
         raise MalformedMessage(f"not MessagePack: {error}") from error
     finally:
         if collects:

@@ -61,7 +61,7 @@ class Document(ABC):
 
 
 class MalformedMessage(Exception):
-    """The error of bytes that are not a message; its text is only logged."""
+    """The error for bytes that are not a message; its text is only logged."""
 
 
 @cache

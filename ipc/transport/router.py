@@ -39,10 +39,12 @@ logger = logging.getLogger(__name__)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _LISTEN_BACKLOG = 1024
 _OUT = select.EPOLLOUT
-_COMPLAINTS = 32  # all of this many are logged, and then fewer and fewer
-LARGEST_FRAME = 8 << 20  # other peers wait while it is read
-MOST_ELEMENTS = 1 << 16  # per array, such as that of a frame's messages
+_COMPLAINTS = 32  # malformed messages up to this number are logged; later ones at each power of two
+LARGEST_FRAME = 8 << 20  # limited, because other peers wait while a frame is read
+MOST_ELEMENTS = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
 _MOST_STRANGERS = 64
+# The reads of an only connection without a poll, after which other connections are accepted.
+_MOST_UNPOLLED = 8
 _MOST_UNSENT = 4 << 20
 _MOST_HELD = 64 << 20
 _MUCH = 1 << 20
@@ -88,7 +90,11 @@ class Listener:
         return self.sock.fileno()
 
     def accept(self) -> socket.socket | None:
-        """Return the next connection, non-blocking; None if none is pending or it was rejected."""
+        """Accept the next connection, which becomes non-blocking.
+
+        Returns:
+            The connection; None if none is pending or it was rejected.
+        """
         try:
             accepted, _ = self.sock.accept()
         except OSError as error:
@@ -137,13 +143,15 @@ class Router:
         self._connections: dict[int, Connection] = {}
         self._peers: dict[bytes, Connection] = {}
         self._anonymous = itertools.count(1)
+        self._only: Connection | None = None  # the connection of an only peer
+        self._unpolled = 0  # its reads since the last poll
         self._path = endpoint.removeprefix(PREFIX)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # left by a killed server
+            os.unlink(self._path)  # the socket of a killed server
         self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG))
         try:
             self._made = os.stat(self._path)
-        except OSError as error:  # the folder was removed concurrently
+        except OSError as error:  # the folder was removed at the same time
             raise out_of_descriptors(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
 
@@ -170,9 +178,19 @@ class Router:
                 connection.unsent.clear()  # the end of the connection is detected when it is read
 
     def receive(self) -> list[tuple[bytes, Any]]:
-        """Return the available (peer, message) pairs, at most one bounded read per peer."""
+        """Return the available (peer, message) pairs, at most one bounded read per peer.
+
+        A worker is usually the only peer. Its connection is read without a poll before.
+        """
         connections = self._connections
         received: list[tuple[bytes, Any]] = []
+        only = self._only
+        if only is not None and self._unpolled < _MOST_UNPOLLED and not only.unsent:
+            self._unpolled += 1
+            self._read(only, received)
+            if received:
+                return received
+        self._unpolled = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
                 self._accept()
@@ -221,6 +239,12 @@ class Router:
             return
         connection.identity = identity
         self._peers[identity] = connection
+        self._find_only()
+
+    def _find_only(self) -> None:
+        """Update `_only` after a change of the connections."""
+        peers = self._peers.values()
+        self._only = next(iter(peers)) if len(self._connections) == len(peers) == 1 else None
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()
@@ -228,6 +252,7 @@ class Router:
             return None
         greeting = bytearray(zmtp.GREETING + zmtp.ready("ROUTER"))
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
+        self._find_only()
         with contextlib.suppress(OSError):
             connection.push()
         return connection
@@ -236,6 +261,7 @@ class Router:
         del self._connections[connection.sock.fileno()]
         if connection.identity is not None:
             del self._peers[connection.identity]
+        self._find_only()
         connection.close()
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -249,6 +275,7 @@ class Router:
             connection.close()
         self._connections.clear()
         self._peers.clear()
+        self._find_only()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             # If the folder was removed, another server may have created it again.
@@ -310,7 +337,8 @@ class UntrustedRouter(Router):
         super().__init__(endpoint)
         refuse_descriptors(self._listener.sock)
         self._admits = admits
-        self._strangers: dict[Connection, None] = {}  # in order of arrival
+        # Connections without a registered identity, in order of arrival.
+        self._strangers: dict[Connection, None] = {}
 
     def peers(self) -> list[bytes]:
         """Return the identities of connected peers."""
@@ -351,6 +379,6 @@ class UntrustedRouter(Router):
         return sum(each.decoder.held for each in self._connections.values()) > _MOST_HELD
 
     def _drop(self, connection: Connection) -> None:
-        if connection.sock.fileno() >= 0:  # not dropped before
+        if connection.sock.fileno() >= 0:  # the connection was not dropped in the meantime
             self._strangers.pop(connection, None)
             super()._drop(connection)

@@ -54,9 +54,9 @@ class Decoder:
     broken: str = ""
     dropped: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
-    _needed: int = 0  # size of the buffer before which no frame is complete
+    _needed: int = 0  # minimum size of the buffer that contains a complete frame
     _greeted: bool = False
-    _skipping: bool = False  # inside a multipart message
+    _skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
     def held(self) -> int:
@@ -244,7 +244,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket."""
-        self.poll.unregister(self.sock)  # a process forked by a model may hold it open
+        # Unregistered explicitly, because a process forked by a model may hold it open.
+        self.poll.unregister(self.sock)
         self.sock.close()
 
 

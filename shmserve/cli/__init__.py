@@ -163,11 +163,11 @@ _VERBS = {
     ),
     "guide": (
         "show or search the guide: models, clients, operation",
-        "Show a page of the guide; without a topic its contents.",
+        "Show a page of the guide, or the contents if no topic is given.",
     ),
     "kserve": (
         "print the manifest of a ServingRuntime for KServe",
-        "Print the manifest of a ServingRuntime, by which KServe runs servers.",
+        "Print the manifest of a ServingRuntime that lets KServe run servers.",
     ),
     "perf": (
         "measure the throughput and latency of a model",
@@ -175,20 +175,20 @@ _VERBS = {
     ),
     "profile": (
         "print the time of each phase of a text generation",
-        "Watch a model that generates text, and print where its steps spend time.",
+        "Observe a model that generates text, and print the time of each phase of its steps.",
     ),
     "systemd": (
         "install, show or remove the systemd units of a server",
-        "Write, show or remove the units by which systemd runs a server.",
+        "Install, show or remove the systemd units of a server.",
     ),
     "top": (
         "show the load of a server in a terminal, models with problems first",
-        "Show the load of a server's models, those with problems first.",
+        "Show the load of a server's models; models with problems come first.",
     ),
     "tune": (
         "find the configuration with the highest throughput within a latency target",
-        "Load a model with one configuration after the other, and print the one with the highest "
-        "throughput within a latency target.",
+        "Measure a model with one configuration after the other, and print the configuration with "
+        "the highest throughput within a latency target.",
     ),
 }
 

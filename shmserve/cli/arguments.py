@@ -2,7 +2,9 @@
 
 infer.txt     `shmserve client infer`
 perf.txt      `shmserve perf`
+profile.txt   `shmserve profile`
 server.txt    all verbs that send requests to a server
+top.txt       `shmserve top`
 tune.txt      `shmserve tune`
 """
 
@@ -46,7 +48,7 @@ def _add(group: Any, flag: Flag) -> None:
         more["choices"] = flag.choices
     if flag.metavar:
         more["metavar"] = flag.metavar
-    group.add_argument(f"--{flag.name}", help=flag.help, **more)
+    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.required, **more)
 
 
 def write_file(flag: str, path: str, text: str) -> None:

@@ -15,7 +15,9 @@ from shmserve.protocols import AdminTransport, InputTensor, OutgoingRequest, Tra
 from shmserve.protocols.tensors import encode, input_named, load, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
-_EXIT = "Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong."
+_EXIT = (
+    "Exit status: 0 success, 1 the server failed or rejected the request, 2 invalid command line."
+)
 
 
 class Verb(NamedTuple):
@@ -45,17 +47,7 @@ class Verb(NamedTuple):
 
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="the model to ask")
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        required=True,
-        metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE: its bytes "
-        "for a BYTES or UINT8 input, the pixels of an image for UINT8 with height and width; a "
-        "value with one dimension less than the model takes becomes a batch of one",
-    )
+    parser.add_argument("model", metavar="MODEL", help="the name of the model")
     add_flags(parser, "infer")
 
 
@@ -96,16 +88,21 @@ def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Ite
 
 
 _INFER = "send one request to a model and print each response on a line"
-_EACH = ("[every one]", "[all of it]")
+_EACH = ("[every version]", "[the whole server]")
 VERBS = {
     "infer": Verb(_INFER),
-    "ready": Verb("whether the server, or a model, is ready", True, *_EACH),
-    "models": Verb("the models of the repository, and their states"),
+    "ready": Verb("check whether the server or a model is ready", True, *_EACH),
+    "models": Verb("list the models of the repository and their states"),
     "load": Verb("load or reload a model", True),
     "unload": Verb("unload a model", True),
-    "stats": Verb("counters and durations of one model or all models", True, *_EACH),
-    "config": Verb("the effective configuration of a model", True, "[the latest]"),
-    "regions": Verb("the registered shared memory regions"),
+    "stats": Verb(
+        "print counters and durations of one model or all models",
+        True,
+        "[every version]",
+        "[every model]",
+    ),
+    "config": Verb("print the effective configuration of a model", True, "[the latest]"),
+    "regions": Verb("list the registered shared memory regions"),
 }
 
 _LIST = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
@@ -165,7 +162,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         if "--help" in rest or "-h" in rest:
             return "", None
         found = f", not '{rest[0]}'" if rest else ""
-        raise InvalidArgument(f"client: a verb is needed: {', '.join(VERBS)}{found}")
+        raise InvalidArgument(f"client: a verb is required: {', '.join(VERBS)}{found}")
     rest.remove(name)
     parser = _Parser(
         prog=f"shmserve client {name}",

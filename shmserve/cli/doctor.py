@@ -23,11 +23,11 @@ _STATUS = {OK: 0, WARNING: 1, WRONG: 2}
 HELP = """\
 usage: shmserve doctor [--json] [--peer PID] [flags of serve]
 
-Checks whether this host meets the requirements of a server with these flags (or with those of
---config FILE), and prints one line per check: ok, warning or wrong, what was found, and after an
-arrow the remedy. --peer PID checks instead whether that process can share memory with the server of
-the run directory, or with one that this user would start here. --json prints an object. Exit
-status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
+Check whether this host meets the requirements of a server with these flags, or with those of
+--config FILE. Each check prints a line: ok, warning or wrong, the finding, and after an arrow the
+remedy. With --peer PID, check whether that process can share memory with the server of the run
+directory, or with a server that this user would start. --json prints a JSON object.
+Exit status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

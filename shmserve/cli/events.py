@@ -15,15 +15,22 @@ from shmserve.ipc.messages.publications import HealthChanged
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("--follow", action="store_true", help="then print each event as it occurs")
+    parser.add_argument(
+        "--follow", action="store_true", help="after the state, print each event as it occurs"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument("--run-dir", metavar="DIR", help="the server's [this user's server's]")
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="the run directory of the server [that of this user's server]",
+    )
     parser.add_argument(
         "--topic",
         action="append",
         choices=TOPICS,
         metavar="TOPIC",
-        help=f"one topic (repeatable): {', '.join(TOPICS)} (once a second) [all but counters]",
+        help=f"print only this topic (repeatable): {', '.join(TOPICS)} (once per second) "
+        "[all except counters]",
     )
 
 
@@ -97,7 +104,7 @@ def _text(event: Any) -> str:
         case m.RegionUnregistered(name, reason):
             return f"region {name}: unregistered{_because(reason)}"
         case m.RegionBlamed(name, reason):
-            return f"region {name}: a request was wrong{_because(reason)}"
+            return f"region {name}: a request failed{_because(reason)}"
         case HealthChanged(_, ready, exiting):
             return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
         case m.ModelCounted(name, version, counters):

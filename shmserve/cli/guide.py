@@ -31,8 +31,12 @@ _INTERNAL = ("memory_range", "ref", "remember", "output_range", "within")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("topic", nargs="?", default=_CONTENTS, metavar="TOPIC")
-    parser.add_argument("--search", metavar="WORDS", help="list the sections with these words")
+    parser.add_argument(
+        "topic", nargs="?", default=_CONTENTS, metavar="TOPIC", help="the name of the page"
+    )
+    parser.add_argument(
+        "--search", nargs="+", metavar="WORD", help="list the sections with these words"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InvalidArgument: The page is unknown, or no section has the words.
     """
-    pydoc.pager(search(arguments.search) if arguments.search else page(arguments.topic))
+    words = " ".join(arguments.search or ())
+    pydoc.pager(search(words) if words else page(arguments.topic))
     return 0
 
 
@@ -68,33 +73,50 @@ def page(topic: str) -> str:
 def search(words: str) -> str:
     """Return the sections with all of these words, and their first matching lines.
 
-    A section matches if each word begins a word of it. Titles with the words come first, then
-    sections with the phrase, then those with the most matches. Generated references and pages for
-    developers come last.
+    A section matches if each word, or its singular, begins a word of the section. Titles with the
+    words come first, then sections with the phrase, then those with the most matches. Generated
+    references and pages for developers come last.
 
     Raises:
         InvalidArgument: No section has all words.
     """
     wanted = words.lower().split()
-    starts = [re.compile(rf"(?<![a-z]){re.escape(word)}") for word in wanted]
-    whole = [re.compile(rf"(?<![a-z]){re.escape(word)}s?(?![a-z])") for word in wanted]
-    found: list[tuple[tuple[int, bool, bool, int], str]] = []
+    singular = [re.escape(word.removesuffix("s")) for word in wanted]
+    starts = [
+        re.compile(rf"(?<![a-z])({re.escape(word)}|{one}(?![a-z]))")
+        for word, one in zip(wanted, singular, strict=True)
+    ]
+    whole = [re.compile(rf"(?<![a-z]){one}s?(?![a-z])") for one in singular]
+    found: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
     for topic, text in _pages().items():
         rank = 2 if topic in _LAST else topic in _GENERATED
-        for section in re.split(r"(?m)^(?=#+ )", text()):
+        for section in _sections(text()):
             matches = [len(each.findall(section.lower())) for each in starts]
-            if not all(matches):
+            if not section or not all(matches):
                 continue
             title = section.splitlines()[0].lstrip("# ")
             in_title = all(each.search(f"{topic} {title}".lower()) for each in whole)
             lines = [line for line in section.splitlines() if starts[0].search(line.lower())]
             shown = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
             phrase = words.lower() in section.lower()
-            order = (rank, not in_title, not phrase, -sum(matches))
+            is_page = topic == words.lower() and section.startswith("# ")
+            order = (rank, not in_title, not is_page, not phrase, -sum(matches))
             found.append((order, "\n".join(shown)))
     if not found:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
     return "\n".join(text for _, text in sorted(found, key=lambda each: each[0]))
+
+
+def _sections(text: str) -> Iterator[str]:
+    """Split a page at its headings, which are outside of code blocks."""
+    section, in_code = "", False
+    for line in text.splitlines(keepends=True):
+        in_code ^= line.startswith("```")
+        if not in_code and re.match("#+ ", line):
+            yield section
+            section = ""
+        section += line
+    yield section
 
 
 def client_reference() -> str:

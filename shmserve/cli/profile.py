@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, Unavailable
 
 _PREFIX = "shmserve_llm_"
@@ -49,19 +50,7 @@ class Profile(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="[10]")
-    parser.add_argument(
-        "--metrics-url",
-        default="http://127.0.0.1:8002/metrics",
-        metavar="URL",
-        help="the server's metrics [http://127.0.0.1:8002/metrics]",
-    )
-    parser.add_argument("--token", default="", help="for a server whose metrics need one")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="also draw a chart into this file (.png or .svg; needs matplotlib)",
-    )
+    add_flags(parser, "profile")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,18 +121,19 @@ def table(model: str, profile: Profile) -> str:
     """Return the profile as a table with a bar for each phase, or one line if no step ran."""
     if not profile.steps:
         return (
-            f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing meanwhile. "
-            f"Send it prompts while it is profiled, for example by\n"
+            f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing in this "
+            "time. "
+            f"Send it prompts while it is profiled, for example with\n"
             f"    shmserve perf {model} --openai chat --concurrency 4"
         )
     steps = profile.steps
     rates = sorted(profile.throughput)
     lines = [
         f"{model}: {profile.steps:,.0f} steps in {profile.seconds:.1f} s, "
-        f"{profile.rows / steps:.1f} sequences a step, "
+        f"{profile.rows / steps:.1f} sequences per step, "
         f"{profile.tokens / profile.seconds:,.1f} tokens/s "
-        f"(a second: {rates[0]:,.1f} to {rates[-1]:,.1f}, median {rates[len(rates) // 2]:,.1f})",
-        f"{'phase':<10}{'ms a step':>11}{'share':>8}",
+        f"(per second: {rates[0]:,.1f} to {rates[-1]:,.1f}, median {rates[len(rates) // 2]:,.1f})",
+        f"{'phase':<10}{'ms per step':>11}{'share':>8}",
     ]
     whole = sum(seconds for phase, seconds in profile.phases.items() if phase != "text")
     for phase, meaning in _PHASES.items():

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from shmserve.cli.arguments import add_flags
 from shmserve.errors import Unavailable, missing_package
 from shmserve.protocols.servers import token
 
@@ -51,16 +52,7 @@ Row = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument(
-        "--metrics-url",
-        default="http://127.0.0.1:8002",
-        metavar="URL",
-        help="where the server's metrics are [http://127.0.0.1:8002]",
-    )
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="its first word is sent as the bearer token"
-    )
-    parser.add_argument("--once", action="store_true", help="print the figures once, and exit")
+    add_flags(parser, "top")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,11 +30,8 @@ _MOST_WINDOWS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument(
-        "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
-    )
     add_flags(parser, "tune")
-    add_flags(parser, "perf", "what is sent")
+    add_flags(parser, "perf", "the requests")
     add_flags(parser, "server")
     # Defaults of the flags that only `shmserve perf` has.
     parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)

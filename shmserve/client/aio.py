@@ -196,7 +196,7 @@ class Server:
         Raises:
             TimedOut: The timeout expired. The request is cancelled.
             Disconnected: There is no server, or it exited before it responded.
-            InvalidArgument: An argument is invalid, or this client is of another event loop.
+            InvalidArgument: An argument is invalid, or this client belongs to another event loop.
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*given, **named)
@@ -293,23 +293,34 @@ class Server:
     async def attach(self, memory: Any, tensors: Specs | None = None, **options: Any) -> Region:
         """Return a region over memory that another process has made; nothing is copied.
 
+            frames = await server.attach("/frames", {"image": ((1, 512, 512), "FP32")})
+            (await server.infer("blur", frames))["output"].shape
+            # (1, 512, 512)
+
+        The maker of the memory owns it: `release` unmaps the memory here, and never unlinks it.
+
         Args:
-            memory: A name in /dev/shm, an open descriptor, a `SharedMemory` or a region.
-            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}.
+            memory: A name in /dev/shm, an open descriptor (of a memfd, for instance), a
+                `multiprocessing.shared_memory.SharedMemory`, or a region of another process.
+            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. By default a
+                region has its own tensors, and other memory one UINT8 tensor "data".
             **options: `offset` in bytes and `pin`, as for `shmserve.client.Server.attach`.
 
         Returns:
             The region, over the same bytes.
 
         Raises:
-            InvalidArgument: An argument is no such memory, or the memory is too small.
+            InvalidArgument: `memory` is not shared memory, or it is too small for the tensors.
             NotFound: There is no memory of this name.
             PermissionDenied: This user may not read and write the memory.
         """
         return await asyncio.to_thread(self._session.attach, memory, tensors, **options)
 
     async def models(self) -> list[tuple[str, str]]:
-        """Return name and version of every model that is available.
+        """Return the name and version of every available model.
+
+            await server.models()
+            # [('blur', '1')]
 
         Raises:
             Disconnected: There is no server.
@@ -336,7 +347,8 @@ class Server:
 
         Args:
             model: The model's name.
-            inputs: The inputs of each request, as for `infer`; an asynchronous iterable, too.
+            inputs: The inputs of each request, as for `infer`: an iterable or an asynchronous
+                iterable.
             in_flight: The maximum number of concurrent requests.
             outputs: The names of the outputs to return, by default all.
             version: The model's version, by default the latest.
@@ -366,6 +378,9 @@ class Server:
     async def ready(self, model: str = "", version: str = "") -> bool:
         """Check whether the server is ready, or a model, or one version of it.
 
+            await server.ready("blur")
+            # True
+
         Args:
             model: The model's name; by default the server as a whole.
             version: The model's version, by default the latest.
@@ -375,7 +390,7 @@ class Server:
 
         Raises:
             Disconnected: There is no server.
-            Unauthenticated: The server needs a token, and this client has none or another one.
+            Unauthenticated: The server requires a token, and this client has no valid one.
             PermissionDenied: The token does not permit this request.
         """
         return await asyncio.to_thread(self._session.ready, model, version)
@@ -383,9 +398,13 @@ class Server:
     async def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """Load a model, or load it again, and wait until it is ready.
 
+            await server.load("blur")
+            await server.load("blur", {"max_batch_size": 8})
+
         Args:
             model: The name of a model in the server's repositories.
-            config: A configuration that replaces that of the model, as JSON.
+            config: A configuration that replaces that of the model, with the fields of config.pbtxt
+                as JSON: {"max_batch_size": 8}.
 
         Raises:
             ShmserveError: The load failed, or --model-control-mode is not explicit.
@@ -396,6 +415,11 @@ class Server:
     async def unload(self, model: str) -> None:
         """Unload a model and wait until it is unloaded.
 
+            await server.unload("blur")
+
+        Args:
+            model: The model's name.
+
         Raises:
             ShmserveError: There is no such model, or --model-control-mode is not explicit.
             Unavailable: The server does not listen for HTTP.
@@ -404,6 +428,9 @@ class Server:
 
     async def metadata(self, model: str, version: str = "") -> dict[str, Any]:
         """Return the inputs and outputs of a model.
+
+            (await server.metadata("blur"))["inputs"]
+            # [{'name': 'image', 'datatype': 'FP32', 'shape': [-1, -1, -1]}]
 
         Args:
             model: The model's name.
@@ -423,6 +450,9 @@ class Server:
 
     async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return the statistics of each version of one model, or of all models.
+
+            (await server.statistics("blur"))[0]["inference_count"]
+            # 64
 
         Args:
             model: The model's name; by default all models.

@@ -250,14 +250,14 @@ class Server:
             The region, over the same bytes.
 
         Raises:
-            InvalidArgument: An argument is no such memory, or the memory is too small.
+            InvalidArgument: `memory` is not shared memory, or it is too small for the tensors.
             NotFound: There is no memory of this name.
             PermissionDenied: This user may not read and write the memory.
         """
         return self._session.attach(memory, tensors, offset=offset, pin=pin)
 
     def models(self) -> list[tuple[str, str]]:
-        """Return name and version of every model that is available.
+        """Return the name and version of every available model.
 
             server.models()
             # [('blur', '1')]
@@ -270,6 +270,9 @@ class Server:
     def ready(self, model: str = "", version: str = "") -> bool:
         """Check whether the server is ready, or a model, or one version of it.
 
+            server.ready("blur")
+            # True
+
         Args:
             model: The model's name; by default the server as a whole.
             version: The model's version, by default the latest.
@@ -279,13 +282,16 @@ class Server:
 
         Raises:
             Disconnected: There is no server.
-            Unauthenticated: The server needs a token, and this client has none or another one.
+            Unauthenticated: The server requires a token, and this client has no valid one.
             PermissionDenied: The token does not permit this request.
         """
         return self._session.ready(model, version)
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """Load a model, or load it again, and wait until it is ready.
+
+            server.load("blur")
+            server.load("blur", {"max_batch_size": 8})
 
         This method, `unload`, `ready`, `metadata` and `statistics` use the server's HTTP listener.
 
@@ -302,6 +308,11 @@ class Server:
 
     def unload(self, model: str) -> None:
         """Unload a model and wait until it is unloaded.
+
+            server.unload("blur")
+
+        Args:
+            model: The model's name.
 
         Raises:
             ShmserveError: There is no such model, or --model-control-mode is not explicit.
@@ -332,6 +343,9 @@ class Server:
 
     def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return the statistics of each version of one model, or of all models.
+
+            server.statistics("blur")[0]["inference_count"]
+            # 64
 
         Args:
             model: The model's name; by default all models.

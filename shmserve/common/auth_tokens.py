@@ -65,7 +65,7 @@ Restrictions = Mapping[str, Restriction]
 
 
 class Authorisation:
-    """The rules of one protocol.
+    """The authorisation rules of one protocol.
 
     Args:
         tokens: The accepted tokens; None or empty: no token is required.
@@ -196,7 +196,7 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
         values: The values of the flag.
         prefix: The prefix of every header.
     """
-    kind = flag.rpartition("-")[2]  # "api" or "protocol"
+    kind = flag.rpartition("-")[2]  # the noun in messages: "api" or "protocol"
     found: dict[str, Restriction] = {}
     for text in values:
         names, _, setting = text.partition(":")

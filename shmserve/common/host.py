@@ -106,7 +106,7 @@ _PSS = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the server as `ps` shows it."""
+    """The statistics of a process of the server."""
 
     pid: int
     title: str

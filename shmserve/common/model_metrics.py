@@ -90,7 +90,10 @@ def plain(families: Families) -> list[Any]:
 
 
 def added(parts: Iterable[Families]) -> Families:
-    """Return the sum of `parts`. If families differ in kind or buckets, the first one is kept."""
+    """Return the sum of the families in `parts`.
+
+    If families differ in kind or buckets, the first one is kept.
+    """
     total: Families = {}
     for part in parts:
         for name, family in part.items():
@@ -182,7 +185,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
 
 
 def head(name: str, description: str, kind: str) -> tuple[str, str]:
-    """Return the lines above the samples of a family of a Prometheus `kind`."""
+    """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escaped(description)}", f"# TYPE {name} {kind}"
 
 

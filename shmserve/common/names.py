@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
 
-_MOST_BYTES = 255  # of a folder's name
+_MOST_BYTES = 255  # maximum bytes of a folder's name
 CLASS_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -39,7 +39,10 @@ def is_traversal(name: str) -> bool:
 
 
 def is_inline(text: str) -> bool:
-    """Check whether an argument is a model ("path/file.py:Class", a checkpoint), no repository."""
+    """Check whether an argument names a model ("path/file.py:Class", a checkpoint).
+
+    Other arguments name repositories.
+    """
     return CLASS_IN_FILE.fullmatch(text) is not None or is_checkpoint(text)
 
 
@@ -52,7 +55,7 @@ _LONGEST_SHOWN = 64
 
 
 class DoubledName(ValueError):
-    """The error of a JSON object with a duplicate key; `name` is None if the key is unknown."""
+    """The error for a JSON object with a duplicate key; `name` is None if the key is unknown."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name

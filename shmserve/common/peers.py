@@ -49,13 +49,14 @@ _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST = 1
 _ANY_STATE = 0xFFFFFFFF
-_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
-_REQUEST = struct.Struct("=BBBBI")  # family, protocol, extensions, padding, states
-_SOCKET = struct.Struct("!HH16s16s12s")  # ports and addresses, own end first; interface, cookie
+_HEADER = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
+_REQUEST = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
+# Fields: ports and addresses, own end first; interface, cookie.
+_SOCKET = struct.Struct("!HH16s16s12s")
 _ANY_COOKIE = bytes(4) + b"\xff" * 8
 _ENDS = struct.Struct("!HH")
 _ENDS_AT = _HEADER.size + 4
-_OWNER = struct.Struct("=II")  # uid, inode
+_OWNER = struct.Struct("=II")  # fields: uid, inode
 _OWNER_AT = _ENDS_AT + _SOCKET.size + 12
 _LARGEST = 4096
 
@@ -138,7 +139,7 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
         # A user with write permission can truncate the object.
         safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
         return Ownership(peer.uid, NO_GROUP, copied=not safe)
-    text = f"shared memory object '{key}' is not the client's"
+    text = f"shared memory object '{key}' does not belong to the client"
     if peer != REMOTE:
         text += f": it belongs to uid {uid} (mode {mode & 0o777:04o}), the client is uid {peer.uid}"
     raise PermissionDenied(text)
@@ -296,6 +297,6 @@ def _supported() -> bool:
 
 def admit_group(path: Path, group: int) -> None:
     """Permit a group to traverse a folder, or to connect to a socket."""
-    if path.stat().st_gid != group:  # a service's sandbox may forbid chown
+    if path.stat().st_gid != group:  # the sandbox of a service may forbid chown
         os.chown(path, -1, group)
     path.chmod(0o710 if path.is_dir() else 0o660)

@@ -77,7 +77,7 @@ class TraceSettings:
 
     @property
     def discarded(self) -> bool:
-        """Return whether requests are traced and no file is given for the traces."""
+        """Return whether requests are traced although no file is given for the traces."""
         return self.on and self.trace_mode == TRITON and not self.trace_file
 
     @property

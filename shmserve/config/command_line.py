@@ -53,7 +53,7 @@ class FlagValues:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed command line with its file.
+    """A parsed command line together with its configuration file.
 
     Attributes:
         values: The value of each flag.
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
             if word.rpartition("/")[2] == "tritonserver" and not Path(word).is_dir():
-                continue  # the first word of a chart's arguments, which follow an entry point
+                continue  # skips the first word of a chart's arguments, which follow an entry point
             positional.append(word)
             if bare_flag:
                 after_boolean[word] = bare_flag

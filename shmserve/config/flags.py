@@ -44,6 +44,7 @@ class Flag:
         words: Whether true and false stand for 1 and 0.
         metavar: The name of the value in help texts of client commands.
         exclusive: Whether only one flag of its group may be set (client commands).
+        required: Whether the flag must be set (client commands).
         prefix: The text before each value of a repeatable flag that is an older name.
     """
 
@@ -59,6 +60,7 @@ class Flag:
     words: bool = False
     metavar: str = ""
     exclusive: bool = False
+    required: bool = False
     prefix: str = ""
 
     def parse(self, text: str) -> Value:
@@ -106,6 +108,7 @@ _ROW = re.compile(
     r"(?P<name>[a-z0-9-]+) (?P<kind>[\w|]+)(?::(?P<metavar>\S+?))?"
     r"(?: (?P<low>[\d.]+?)\.\.(?P<high>\d*))?(?: = (?P<default>\S+?))?"
     r"(?P<repeat>, repeats)?(?P<words>, words)?(?P<exclusive>, exclusive)?"
+    r"(?P<required>, required)?"
 )
 _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float}
 
@@ -137,6 +140,7 @@ def _flag(line: str) -> Flag:
         words=bool(row["words"]),
         metavar=row["metavar"] or "",
         exclusive=bool(row["exclusive"]),
+        required=bool(row["required"]),
     )
     if row["low"]:
         number = float if "." in row["low"] else int
@@ -413,7 +417,7 @@ def _in_python(re2: str) -> str:
     An RE2 flag applies up to the end of its group: (?-i)b|c becomes (?-i:b)|(?-i:c). The flag U
     (ungreedy) is dropped because it does not affect whether a text matches.
     """
-    groups: list[list[str]] = [[]]  # the flags set in each open group
+    groups: list[list[str]] = [[]]  # the RE2 flags set in each open group
     parts: list[str] = []
     for found in _RE2.finditer(re2):
         text = found.group()

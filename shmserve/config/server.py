@@ -89,7 +89,7 @@ class ServerConfig:
     repository_poll_s: int
     auto_complete: bool
     model_config_name: str
-    backend_config: tuple[tuple[str, str, str], ...]  # (backend, setting, value)
+    backend_config: tuple[tuple[str, str, str], ...]  # tuples of backend, setting and value
     model_defaults: ModelDefaults
     max_queue_size: int
     request_timeout_us: int
@@ -128,7 +128,7 @@ class ServerConfig:
     openai_unknown_fields: str
     cors_allow_origin: tuple[str, ...]
     allowed_host: tuple[str, ...]
-    served_model_name: tuple[tuple[str, str], ...]  # (model or "", name)
+    served_model_name: tuple[tuple[str, str], ...]  # tuples of model (or "") and name
     trace: TraceSettings
     delay_scheduler: int
     backlog_delay_scheduler: int
@@ -350,7 +350,7 @@ def _models(parsed: Parsed, needed: bool, collected: Collected) -> tuple[list[Pa
 
 # How the models of an object store are copied to a folder, by the scheme of its URLs.
 _COPIES = {"s3": "aws s3 sync", "gs": "gcloud storage rsync -r", "as": "azcopy sync"}
-_URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # also of a Path, which has lost a slash
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # one slash suffices, because a Path loses the other
 
 
 def _check_local(text: str) -> None:
@@ -421,7 +421,7 @@ _GRPC_SETTINGS = {
     "grpc-max-connection-age": "max_connection_age_ms",
     "grpc-max-connection-age-grace": "max_connection_age_grace_ms",
 }
-_COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}  # zlib's
+_COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}  # compression levels of zlib
 
 
 def _grpc(value: Mapping[str, Any]) -> GrpcConfig | None:

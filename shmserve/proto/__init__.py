@@ -5,10 +5,8 @@ After an edit of a .proto: `python -m shmserve.proto.compile` (needs grpcio-tool
 
 from __future__ import annotations
 
-import base64
 import importlib
-import zlib
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -17,14 +15,13 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 _POOL = descriptor_pool.DescriptorPool()
 
 
-def encode(file_descriptor: bytes) -> str:
-    """Return a serialized FileDescriptorProto in the text form that `load` accepts."""
-    return base64.b64encode(zlib.compress(file_descriptor, 9)).decode("ascii")
+def load(path: Path) -> dict[str, Any]:
+    """Return a schema's message classes, enums and enum values by name, and its `DESCRIPTOR`.
 
-
-def load(encoded: str) -> dict[str, Any]:
-    """Return a file's message classes, enums and enum values by name, and its `DESCRIPTOR`."""
-    serialized = zlib.decompress(base64.b64decode(encoded))
+    Args:
+        path: The file with the schema's serialized FileDescriptorProto.
+    """
+    serialized = path.read_bytes()
     described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
     for imported in described.dependency:
         importlib.import_module(f"shmserve.proto.{PurePath(imported).stem}_pb2")

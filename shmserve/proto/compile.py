@@ -1,4 +1,9 @@
-"""`python -m shmserve.proto.compile`: NAME_pb2.py and .pyi for each .proto (needs grpcio-tools)."""
+"""`python -m shmserve.proto.compile`: the generated files of each .proto (needs grpcio-tools).
+
+NAME.binpb       the schema, as a serialized FileDescriptorProto
+NAME_pb2.py      the module that loads it
+NAME_pb2.pyi     the types of the module
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,19 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 from google.protobuf import descriptor_pb2
-
-from shmserve.proto import encode
 
 _HERE = Path(__file__).resolve().parent
 
 _MODULE = '''"""Generated from {name}.proto by `python -m shmserve.proto.compile`."""
 
+from pathlib import Path
+
 from shmserve.proto import load
 
-globals().update(
-    load(
-{rows}
-    )
-)
+globals().update(load(Path(__file__).with_name("{name}.binpb")))
 '''
 _STUB_HEAD = """# Generated from {name}.proto by `python -m shmserve.proto.compile`.
 # ruff: noqa
@@ -32,8 +32,8 @@ _STUB_HEAD = """# Generated from {name}.proto by `python -m shmserve.proto.compi
 """
 
 
-def generate(proto: Path) -> dict[str, str]:
-    """Return the generated files of a .proto file: {file name: text}.
+def generate(proto: Path) -> dict[str, bytes]:
+    """Return the generated files of a .proto file: {file name: bytes}.
 
     Raises:
         subprocess.CalledProcessError: protoc rejects the file; its message is on stderr.
@@ -45,21 +45,20 @@ def generate(proto: Path) -> dict[str, str]:
         subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True)
         files = descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes())
         stub = Path(scratch, f"{proto.stem}_pb2.pyi").read_text()
-    rows = textwrap.wrap(encode(files.file[0].SerializeToString(deterministic=True)), 88)
     # protoc writes imports as if this folder were on sys.path.
     stub = re.sub(r"(?m)^import (\w+_pb2) as", r"from shmserve.proto import \1 as", stub)
-    listed = "\n".join(f'        "{row}"' for row in rows)
     return {
-        f"{proto.stem}_pb2.py": _MODULE.format(name=proto.stem, rows=listed),
-        f"{proto.stem}_pb2.pyi": _STUB_HEAD.format(name=proto.stem) + stub,
+        f"{proto.stem}.binpb": files.file[0].SerializeToString(deterministic=True),
+        f"{proto.stem}_pb2.py": _MODULE.format(name=proto.stem).encode(),
+        f"{proto.stem}_pb2.pyi": (_STUB_HEAD.format(name=proto.stem) + stub).encode(),
     }
 
 
 def main() -> None:
     """Regenerate the modules and stubs of all .proto files in this folder."""
     for proto in sorted(_HERE.glob("*.proto")):
-        for name, text in generate(proto).items():
-            (_HERE / name).write_text(text)
+        for name, made in generate(proto).items():
+            (_HERE / name).write_bytes(made)
             print(f"wrote {name}")
 
 

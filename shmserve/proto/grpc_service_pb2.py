@@ -1,46 +1,7 @@
 """Generated from grpc_service.proto by `python -m shmserve.proto.compile`."""
 
+from pathlib import Path
+
 from shmserve.proto import load
 
-globals().update(
-    load(
-        "eNrVWltv3MYV1nJXt6NdSR7JsspIlkQ5ierLOpAS20pQNLbs2oIl16F8KXrBgtodSYvuLrck17VaoGgf2rfmHxR9"
-        "6H9ogL62TwWK5ilBn/of0j/QuZGc4X0VC0HeOIfnfOcy58ycGRLQsdNvNlzsvGo3cb3v2J6NJtu9I+zgXhPrqGu3"
-        "cKfRtHtH7WP+2piDCweEHzt77VfYxL8YYNczNgDJRLdv91yMEFQ6ZLxYWi1tTJjs2Zj3OU1stU59+Wswp1AFwDyM"
-        "OpQgEPjAuAsX9qldMgLV1bO6XNekyZ7RIowTSLdt9xY1RvaHxlVAMkSmuktwkdu2jz2rZXmWb/QRLERfhI4XNwZd"
-        "BsCvPdyjA3exvFomLyWKcR/mmbER/UO6/G8NLkZgMqzVYUIIugSIWhSM6bt+x/KObKdLrKUywRg9hLF2rz/w3MUK"
-        "kZravFkPsqmeqL3+jLhphyEU4mgXxu2Bx5BGz4bky+svYFp9leYxfeed9rEIXTCmieGeWOQFnZyyyQfGlyWY3qU2"
-        "PbUcguBhB60AHNp2p9GnFJ5Gj0bMSUpjTGgNpto979b7goMqKhMOYETOsg5V13PavWPBw0JMeKY4NWBq2YPDDhZM"
-        "FcJUokycGjANZG2jhKlCmQahunsIZvu+/Y3miU0WAuPvGswxz3jcduweSUYyKetQY+41BYF4WCaFUqXEgGkNqgQ+"
-        "5KHpM2pStwOWt2Ga2xUw8cDWGFVWN1CgaE7VTOZUwPQuzAwiYDRhKub0IIZ21N/aDNnGCJtmVilRZZKxxglTiTJJ"
-        "SMT8w1MPuyHXBOGqmjVG9dmMP02IhYqF0q/aZQC+qkoZOMkoT2gaEgP4a7WMq4z4QqwY06C1W6L2yBPaAwjm0K+8"
-        "69F6ka2oBynrPuh5zqkpyaMHQQ3zyruRicQGu5SfJ0tQwZ+EFTzGcG7n44gBbv2QSQpEHwddB+RYv2wwBeoUVc1Z"
-        "8oaZ4cdf/5cGs1Hr3kzpo58lBPx7Q4UpcwY+hAkpmUsE/LIEnlCZZsCv/whmItBoFso/x6fCZfqIbsLoK6sz4O5O"
-        "bX4nih4gmJzvQ+1OSf9fCfT0WUqM7LESJ43F6eEZ0yArYufo9bkhG/8dFV2I8Flsx+exQOwn5GtaWYvdNCs/8zdn"
-        "FYuNkku6DnO0pPlQXZur5gXyiosFRf25BhdicG+oqhsJUfr+kJ59C+v6/DL89yVYZEE78Egv3VXznCQydhzbaXSx"
-        "61rH/uRVGXGf09B92ikQqYYjxIT+5cxpoY2ENDTuiULbYQeZs/XPj2FOwRBevA9j/HjEYKY2l+ruSZceqHBdHJtk"
-        "KcFr/AAWRFwsr+167aZ7NqO2yWHMh7g/cMgTKX6S3E170PMYRsXkA7oksF6eksiT8VUZZljQQhvQLRh3B80miX3g"
-        "TRjmmCLTZ0bvQeXIanfE3GQLMU60CaPE3wFma1SeCGdFd6HWtLuk0jDvAFjTmydbFSJs61UhiJCowqIQhAftwLQP"
-        "wRctslblY/hq+VKBtmGyaTVPcOOk7ZH+JV9+grE/anvoIwAu2m27tPHMl+Wq9gm78YcyXFIqRZr8WGxKbyA22vCx"
-        "kZKwfJYkrBROQmIu7va903BxKZIONSajLAAW4ewUygPBa/xWg3kWs3uW1zyRZoHs/oeU1HDbv8KigicZ5YAQ4jWg"
-        "ff0aKL+Bea4MPc/GE5jax13bOX3OVnqy8LGtWix8bJvmbQw7JLM25i2YpEcsHpsyi80EJdDQGH+twExkUR3yIoac"
-        "6zqW6zUCJ4SOGqXu+kR64gw4GnylrTC+6YC8w5Zcwohf4+aAei8YRzljQOaMOzKiS8x3RTLp0W1W2jBCbZTooo9h"
-        "SmQOAxhn7ctKFCCSbybPNo6wDdUum5HGgG3IEwxiQd5qwwkzp7rS7D2Dab+IhP7J5CYzVF2X1yDRLNUcmaa3AMWZ"
-        "EpqTO2pzYkSdjq92cpfyAi7FNmNR3B/BFG+2uU8l5pOe7pPJW3dmrPE3v/sxcd922x4J1jdwU0Rw+GVFeFFUpTiM"
-        "mH4F9BIWQrN3ey382u9QSFY7wRv5kDIdktlJJbhO1eTr1H+W4FIMWYT7AYyx+PmRlrMnRcbv/ihJCOsnACF1yDWA"
-        "ngzI7GFxeOIDtABjxHqXsFcYWYyMP2ugh4YxpXu21Ro6VOqZT4ue+Z4rB5Myi80HibGJmpB5aD4s0vhvq7W1Hk3+"
-        "hOSWi2sZ3kq0TnTmf9FgKfL+ea9zDiF8mRDC2+khVIz4xoO4Assp9okwfgArB6euh7sHJ5aDW3yZpqvQIOtgYXyp"
-        "wWq6nChKE8YdfMy+BPCqvCPv8jnSJK5MlMfNB9LbUOUvOHdijYooamEUSRXaR0cu9sS+LEZqW1BR2wLd81WlTs4T"
-        "dXLO4J4gSjP2G1iLy1Jm1wuvgs/Pa+MKGFn6Rdpsw3qc63nPybfTeAeuZIsKFVuwvDNoWcPl5T80uJwmJbLyaTQr"
-        "b0nTli2bkpM/LZCTJOYtTL+VNkRfSmLOCbvZ3anu5KbhnpqGQ/sTT8JPS7ASFS2Sg2QppXdyJ1av1eHmVM1JQnnE"
-        "CGoQyqw5TwlCNCsNWE23RyTMbViL8hTLSJLyWYIC/lMN5p45FmmaseeRJslHfAQTLqf4CSV/QEmQqIuhSKNAOmcj"
-        "0q9AVUi+oBNFGw4+7SX2mZUPSAtTU/AT8uWumi/XipnLlMpJ8lUJ5lV+UWG7sYjcSFUhEjElJAV9buf7fE/1+XpB"
-        "g2JOf6EB2rOPfXV+EjyMuSxHNS6Q6vAfSxGPc9t98a12a1Pq92v+t9qtzeINf1I3rx/nh/ZjNbRXCzkeC+x/SHkp"
-        "7CKZsssrQeJbE9qvV6kZnkdju/nZDMw/NJ/uBDcRB/y/HfQYIPz7BimXMNE/dfTllLdieRwh3dCU9CsOivPLv93o"
-        "l9NeB3iPxWGMwy3FO18JbTnlbQD2EqbVX27QasyAyG8y+loGRwD8DGrKTyVoJf13Ew67mvc/iuQ7vzVbyvrwqWd/"
-        "0SBgP4HZ6LeUHMj1+EVF7DOMMbJReq9EZ136ToFixihfTpRZT/goQoz9cfwubi3j2kTgGlksMnbkMkDBTr62ULBT"
-        "7hII9hHMJRxX0duFDtv6O3lsgZ4OXEw80aF3C55J9Y18xkDbABbTTjLoaqHjDtd5bYijEVH7a9DTDyHoeiZYpE/V"
-        "bxTkDpT/rgRLWScUVM9EjPWc+s3C/IENNiwkt+5oo0B3z9V+t/A5gE90WoOtTHTOqUCZ6NyOnU10euutTHRua69M"
-        "dIF+fgR9AlW590OXsxthfSWnaeR7oLQxK6thvBdSVsOE/dwYORxjv85u/R9nuC3O"
-    )
-)
+globals().update(load(Path(__file__).with_name("grpc_service.binpb")))

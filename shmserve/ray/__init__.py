@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SETTINGS = {
     "max_ongoing_requests": 1024,
     "max_replicas_per_node": 1,
-    "graceful_shutdown_timeout_s": 40.0,  # longer than --exit-timeout-secs
+    "graceful_shutdown_timeout_s": 40.0,  # must be longer than --exit-timeout-secs
     "health_check_period_s": 5.0,
     "health_check_timeout_s": 10.0,
 }

@@ -23,7 +23,7 @@ def main(parent: str, folder: str, *command: str) -> int:
     processes.die_with_parent(int(parent))
     above = os.getpid()
     below = os.fork()
-    try:  # in both processes, since one of them may be killed
+    try:  # done in both processes, since one of them may be killed
         return _wait(below) if below else _run(above, command)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -32,7 +32,7 @@ def main(parent: str, folder: str, *command: str) -> int:
 def _wait(below: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(below, signal.SIGTERM))
     status = os.waitstatus_to_exitcode(os.waitpid(below, 0)[1])
-    return status if status >= 0 else 128 - status  # as shells report a signal
+    return status if status >= 0 else 128 - status  # shells report a signal in this way
 
 
 def _run(above: int, command: tuple[str, ...]) -> int:

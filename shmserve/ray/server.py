@@ -135,7 +135,7 @@ class NodeServer:
 
 
 class Node:
-    """The replica of this node; `args` are those of `shmserve.ray.app`."""
+    """The replica of Ray Serve on this node; `args` are those of `shmserve.ray.app`."""
 
     # Ray awaits the constructor in the event loop of the replica.
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]

@@ -111,7 +111,7 @@ class SupervisorContext:
         self.control.broadcast(news, "gateway")
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine in a task that ends with the server."""
+        """Run a coroutine in a task that is cancelled when the server ends."""
         return in_background(coroutine, self.tasks)
 
     async def end(self, child: Child | None, patience_s: float) -> None:

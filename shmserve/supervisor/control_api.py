@@ -35,7 +35,7 @@ _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 @dataclass(slots=True, eq=False)
 class ControlApi:
-    """The dispatcher of requests to their services.
+    """The dispatcher of requests from gateways and models to the services of the supervisor.
 
     The response to each request is `Answered` or `Refused`.
     """
@@ -111,7 +111,10 @@ class ControlApi:
         return None
 
     async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Handle a request, and wait until service manager and successor have the registrations."""
+        """Handle a request about a region.
+
+        Wait until the service manager and a successor have the registrations.
+        """
         payload = await self._handle_region(pid, request)
         await self._kept.flush()
         return payload

@@ -1,10 +1,10 @@
-"""The handover of a server to a successor that was started beside it (`--take_over-over`).
+"""The handover of a server to a successor that was started beside it (`--take-over`).
 
 new  loads its models ── go ──> old
-     <── keep, for each region ──       from now on each sends the other its registrations
-     owns the run directory             clients that look for a server find the new one
-     <── accept ──────────────────      the old server's sequences have ended, and it drains
-     accepts clients                    including those that waited at the sockets
+    <── keep, for each region ──       from now on each sends the other its registrations
+    owns the run directory             clients that look for a server find the new one
+    <── accept ──────────────────      the old server's sequences have ended, and it drains
+    accepts clients                    including those that waited at the sockets
 """
 
 from __future__ import annotations

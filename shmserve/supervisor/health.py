@@ -40,9 +40,9 @@ class Health:
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
         self._registry = registry
         self._strict = strict
-        self.started = False  # the models of the start are loaded
-        self.failed = False  # the start failed
-        self.exiting = False  # the server ends, and its clients have no successor to go to
+        self.started = False  # whether the models of the start are loaded
+        self.failed = False  # whether the start has failed
+        self.exiting = False  # whether the server ends and has no successor for its clients
         self._current = HealthChanged(live=True, ready=False, exiting=False)
         self.failures = LoadsFailed([], 0)
 
@@ -59,14 +59,14 @@ class Health:
         return self._current != before
 
     def update_failures(self) -> bool:
-        """Look up the models that failed to load, and return whether there is news."""
+        """Update the models that failed to load, and return whether they have changed."""
         before, self.failures = self.failures, self._registry.failures()
         return self.failures != before
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state that a new gateway or local client receives."""
+    """The state that a new gateway or a new local client receives."""
 
     _publications: Publications
     _regions: RegionRegistry
@@ -74,7 +74,7 @@ class Snapshot:
     _health: Health
 
     def for_gateway(self) -> Iterator[Any]:
-        """Yield models, regions, and the health last."""
+        """Yield the messages for a new gateway: models, regions, and finally the health."""
         yield from self._publications.snapshot()
         yield from self._regions.published()
         yield from self._memory.published()
@@ -86,7 +86,7 @@ class Snapshot:
         return [*self._regions.active(), *self._memory.all()]
 
     def for_local_client(self) -> Iterator[Any]:
-        """Yield models, and the health last."""
+        """Yield the messages for a new local client: models, and finally the health."""
         yield from self._publications.snapshot()
         yield self._health.current()
 
@@ -102,7 +102,7 @@ def announce(context: SupervisorContext, health: Health) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """The sender of signs of life, twice in the interval that the service manager requires."""
+    """The sender of signs of life to the service manager, two in each required interval."""
 
     _control: ControlSocket
     _processes: ProcessTable

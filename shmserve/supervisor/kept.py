@@ -42,7 +42,10 @@ _ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 @dataclass(slots=True, eq=False)
 class KeptProcess:
-    """A permanent process by name. `contact` resolves when the first process has connected."""
+    """A permanent process with a name.
+
+    `contact` resolves when the first process with this name has connected.
+    """
 
     name: str
     contact: asyncio.Future[None]
@@ -52,7 +55,7 @@ class KeptProcess:
 
 
 class KeptProcesses(ABC):
-    """The permanent processes of one role."""
+    """The permanent processes of one role, which are restarted when they exit."""
 
     role: ClassVar[str]
 
@@ -64,7 +67,7 @@ class KeptProcesses(ABC):
 
     @abstractmethod
     async def _spawn(self, name: str, title: str) -> Child:
-        """Start the process with this name."""
+        """Start a process with this name and title."""
 
     @abstractmethod
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
@@ -95,7 +98,8 @@ class KeptProcesses(ABC):
             return
         if not kept.contact.done() and self._would_fail_again(child):
             kept.contact.set_exception(Unavailable(f"{child.title} ended during its start"))
-            kept.contact.exception()  # avoids asyncio's warning if nothing waits
+            # Reading the exception avoids asyncio's warning if nothing waits for it.
+            kept.contact.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
             self._context.background(self._restart(kept))
@@ -106,7 +110,7 @@ class KeptProcesses(ABC):
             return
         try:
             await self._start(kept)
-        except (ShmserveError, OSError) as error:  # also for lack of descriptors or memory
+        except (ShmserveError, OSError) as error:  # OSError: no descriptor or memory is free
             logger.error("%s %s could not be started: %s", self.role, kept.name, error)
             self._context.background(self._restart(kept))
 
@@ -136,7 +140,8 @@ class Gateways(KeptProcesses):
         self._listeners = listeners
         self._snapshot = snapshot
         self._drained: dict[int, asyncio.Future[None]] = {}
-        self._waits_for_models = bool(listeners.shared)  # clients wait there meanwhile
+        # Clients wait at the shared sockets until the models are loaded.
+        self._waits_for_models = bool(listeners.shared)
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners
@@ -160,7 +165,7 @@ class Gateways(KeptProcesses):
             case m.GatewayReady():
                 settle(kept.contact, None)
             case m.Started():
-                # The tokens may have changed since its start.
+                # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
                 self._context.control.send(child.pid, m.SetTokens(tokens))
                 for item in self._snapshot():
@@ -180,7 +185,10 @@ class Gateways(KeptProcesses):
         return [kept.child for kept in self._kept if kept.child is not None]
 
     def accept(self) -> None:
-        """Accept the clients that wait at shared sockets, since the models are loaded."""
+        """Let the gateways accept the clients that wait at shared sockets.
+
+        The models are loaded now.
+        """
         self._waits_for_models = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
@@ -192,7 +200,8 @@ class Gateways(KeptProcesses):
             names: The start of the gateways' names.
         """
         self._stopping = True
-        self._listeners.close(grpc_only=names == GRPC)  # each gateway closes its own
+        # Each gateway closes its own copies of the sockets.
+        self._listeners.close(grpc_only=names == GRPC)
         for kept in self._kept:
             child = kept.child
             if child is None or not child.alive or not kept.name.startswith(names):
@@ -216,7 +225,7 @@ class Gateways(KeptProcesses):
             if self._context.control.connected(child.pid):
                 self._context.control.send(child.pid, m.Stop())
             else:
-                child.kill()  # it is not connected yet
+                child.kill()  # the process has not connected yet, so it cannot receive `Stop`
         await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children()))
 
 

@@ -84,7 +84,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     name_process("supervisor")
     fd_limits.raise_limit()
     table.check_at_start(config)
-    faulthandler.enable()  # prints the stack when it crashes or a service manager aborts it
+    faulthandler.enable()  # prints the stacks if the server crashes or a service manager aborts it
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
     listeners = Listeners(offer)
     try:
@@ -120,7 +120,7 @@ def run_composed(
     async def run() -> int:
         return await main(compose(config, run_dir, listeners, signals, read))
 
-    with asyncio.Runner() as runner:  # its loop handles signals until the folder is removed
+    with asyncio.Runner() as runner:  # the runner handles signals until the folder is removed
         try:
             return runner.run(run())
         finally:
@@ -128,22 +128,26 @@ def run_composed(
 
 
 def hold_signals() -> list[int]:
-    """Hold the signals that end the server in the returned list until `Supervisor.open`.
+    """Hold the signals that end the server back until `Supervisor.open`.
 
     From now on the server has files to remove at its end.
+
+    Returns:
+        A list to which the numbers of received signals are appended.
     """
     held: list[int] = []
 
     def hold_signal(number: int, _: object) -> None:
         held.append(number)
 
-    for number in taken_signals():  # if blocked, they would end the server in another thread
+    # If these signals were blocked here, they would end the server in another thread.
+    for number in taken_signals():
         signal.signal(number, hold_signal)
     return held
 
 
 def _listen(config: ServerConfig, listeners: Listeners) -> None:
-    """Open the listeners. Inherited sockets of a protocol replace its own."""
+    """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
     inherited_sockets, listeners.kept = inherited(os.environ)
@@ -178,7 +182,7 @@ def compose(
     Raises:
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
     """
-    # First, since it removes variables from the environment that processes would inherit.
+    # The first step, since it removes variables from the environment that processes would inherit.
     manager = ServiceManager.from_environment(os.environ)
     accelerators = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)

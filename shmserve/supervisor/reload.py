@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class RepositoryPoller:
-    """The poller that loads and unloads models as the repositories change.
+    """The poller of the repositories, which loads and unloads models as these change.
 
     A model that hangs while it loads does not delay other models. Its load is cancelled when the
     model is removed. Loads that failed for a temporary reason are retried with exponential backoff.
@@ -107,7 +107,7 @@ class RepositoryPoller:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # also after a failure
+        if model is None or model.fingerprint != fingerprint:  # also reloaded after a failed load
             pause_s = _FIRST_PAUSE_S
         elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return
@@ -137,7 +137,8 @@ LIVE = frozenset({_TOKENS, *_OWN, *_LOG, *_SHM})
 class Reload:
     """The task that reloads the settings.
 
-    `_read()` returns the settings of a start now, `_state()` the status for the service manager.
+    `_read()` returns the current settings as at a start. `_state()` returns the status for the
+    service manager.
     """
 
     _context: SupervisorContext
@@ -190,7 +191,8 @@ class Reload:
         if config.tokens != before.tokens:
             changed.add(_TOKENS)
         applied = changed & LIVE
-        if bool(config.tokens) != bool(before.tokens):  # tokens allow other listeners
+        # With tokens, listeners may have other addresses.
+        if bool(config.tokens) != bool(before.tokens):
             applied.discard(_TOKENS)
         for name in sorted(changed):
             found = f"{_format_value(config, name)}, was {_format_value(before, name)}"

@@ -1,4 +1,4 @@
-"""The life of a server: start of its processes, handling of exits, and orderly shutdown.
+"""The lifecycle of a server: start of its processes, handling of exits, and orderly shutdown.
 
 zygotes -> gateways, models -> "ready" -> ... -> drain -> stop
 """
@@ -52,7 +52,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def taken_signals() -> tuple[int, ...]:
-    """Return the signals that the supervisor handles: under `nohup` not SIGHUP."""
+    """Return the signals that the supervisor handles; under `nohup`, SIGHUP is not one of them."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return ENDING if nohup else (*ENDING, signal.SIGHUP)
 
@@ -162,7 +162,8 @@ class Supervisor:
                 logger.warning("--backend-config=%s has no effect", setting_text)
         if context.config.trace.discarded:
             logger.warning("--trace-config: traces are discarded: triton,file=PATH is missing")
-        context.worker_zygote.start()  # first: torch takes longest
+        # Before other processes, because the import of torch takes longest.
+        context.worker_zygote.start()
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
         grpc = context.config.grpc
@@ -226,7 +227,8 @@ class Supervisor:
             logger.info("try: %s", command)
 
     async def _load(self) -> bool:
-        await self.workspace_holders.start()  # models may lease workspaces in their warm-up
+        # Before the models, because they may lease workspaces in their warm-up.
+        await self.workspace_holders.start()
         try:
             return await self.models.start()
         except ShmserveError as error:  # the repository does not exist
@@ -283,7 +285,7 @@ class Supervisor:
         context = self.context
         self.manager.stopping("finishing requests in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
-        if not self.handover.has_successor:  # else its clients use the successor
+        if not self.handover.has_successor:  # otherwise its clients use the successor
             self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
@@ -303,7 +305,8 @@ class Supervisor:
         context.workspaces.close()
         context.events.close()
         context.control.close()
-        self.handover.close()  # last: a successor may use the run directory afterwards
+        # Closed last, because a successor may use the run directory afterwards.
+        self.handover.close()
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()
@@ -311,7 +314,7 @@ class Supervisor:
 
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s
-        last_s = min(1.0, limit_s / 10)  # for the rejection of unfinished requests
+        last_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
         drained = asyncio.ensure_future(self._drain(limit_s - 2 * last_s))
         second_signal = asyncio.ensure_future(self.signalled())
         await asyncio.wait(
@@ -331,9 +334,10 @@ class Supervisor:
         await self.gateways.stop()
 
     async def _drain(self, sequences_s: float) -> None:
-        """Wait at most `sequences_s` for open sequences, then drain everything."""
+        """Wait at most `sequences_s` seconds for open sequences, then drain everything else."""
         if not self._has_successor:
-            self.gateways.begin_drain(followed=False, names=GRPC)  # GOAWAY at once, as in Triton
+            # As in Triton, gRPC clients receive GOAWAY at once.
+            self.gateways.begin_drain(followed=False, names=GRPC)
         try:
             async with asyncio.timeout(sequences_s):
                 await self.models.finish_sequences()

@@ -33,11 +33,11 @@ class Host(Process):
 
     def turn(self) -> None:
         """As the loop of a real one: they tick until nothing is said between them."""
-        while self.touched:
+        while self.touched or self.neighbours.posted:
+            self.neighbours.deliver()
             touched, self.touched = list(self.touched), {}
             for scheduler in touched:
                 scheduler.tick()
-            self.neighbours.deliver()
 
 
 class Outbox:

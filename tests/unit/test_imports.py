@@ -1,6 +1,7 @@
 """Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
 
 import ast
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
     done = run_python("-c", program, check=True)
     assert not {"torch", "aiohttp"} & set(done.stdout.split())
+
+
+PUBLIC = (
+    *("shmserve", "shmserve.client", "shmserve.client.aio", "shmserve.errors", "shmserve.model"),
+    *("shmserve.testing", "shmserve.workers.backends"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_name_of_all_exists(name: str) -> None:
+    """Otherwise `from MODULE import *` fails."""
+    module = importlib.import_module(name)
+    assert [each for each in getattr(module, "__all__", ()) if not hasattr(module, each)] == []
 
 
 def test_the_grpc_gateway_does_without_aiohttp() -> None:

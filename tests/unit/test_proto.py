@@ -13,5 +13,6 @@ _SCHEMAS = sorted(path.stem for path in _FOLDER.glob("*.proto"))
 
 @pytest.mark.parametrize("name", _SCHEMAS)
 def test_the_generated_code_is_current(name: str) -> None:
-    module = f"{name}_pb2.py"
-    assert generate(_FOLDER / f"{name}.proto")[module] == (_FOLDER / module).read_text()
+    made = generate(_FOLDER / f"{name}.proto")
+    for file in (f"{name}.binpb", f"{name}_pb2.py"):
+        assert made[file] == (_FOLDER / file).read_bytes()

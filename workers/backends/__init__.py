@@ -31,9 +31,6 @@ __all__ = [
     "ResponseStream",
     "Stopwatch",
     "find",
-    "has_scheduler",
-    "is_decoupled",
-    "parameters",
 ]
 
 GROUP = "shmserve.backends"
@@ -54,11 +51,21 @@ _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 
 
 class Backend(ABC):
-    """The base class of backends, each of which runs one kind of model.
+    """The base class of backends. A backend runs one kind of model.
 
-    Each instance has one object, used by one thread.
+        class Table(Backend):
+            def load(self, config):
+                self.rows = np.load(self.context.version_dir / "table.npy")
 
-    The order of calls is complete_config (optional), load, execute (repeated), unload.
+            def execute(self, requests):
+                return [self.response(request.inputs["INDEX"].numpy()) for request in requests]
+
+            def response(self, index):
+                return Response([Output("ROWS", "FP32", self.rows[index])])
+
+    Each instance of a model has one object of the class in its own process, and one thread calls
+    the object. The order of calls is complete_config (at most once), load, execute (repeated),
+    unload. The entry point group `shmserve.backends` maps names to classes.
 
     Attributes:
         strict_outputs: Whether outputs must have the configured datatype and shape. Triton's Python
@@ -90,6 +97,10 @@ class Backend(ABC):
         Args:
             config: The configuration, as `GET /v2/models/NAME/config` shows it.
 
+        Returns:
+            The completed configuration. Fields that the author of the model has written take
+            precedence.
+
         Raises:
             Exception: Any exception makes the load fail with its message.
         """
@@ -99,50 +110,73 @@ class Backend(ABC):
     def load(self, config: ModelSpec) -> None:
         """Make the instance ready.
 
+        Args:
+            config: The completed configuration.
+
         Raises:
             Exception: Any exception makes the load fail with its message.
         """
 
     @abstractmethod
     def execute(self, requests: list[Request]) -> list[Response]:
-        """Execute one batch, and return one response for each request, in order.
+        """Execute one batch.
 
-        An exception of the model must be passed on. The batch is then retried request by request,
-        or with writable inputs. The error of a single request is its response. Outputs may be views
-        of inputs or of the backend's buffers; they are copied before the next call.
+        Outputs may be views of inputs or of the backend's buffers; they are copied before the next
+        call.
+
+        Args:
+            requests: The requests of the batch.
+
+        Returns:
+            One response for each request, in order. `Response(error=...)` fails one request.
+
+        Raises:
+            Exception: An exception of the model. The batch is then retried request by request, or
+                with writable inputs.
         """
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """Execute one batch of a decoupled model.
 
-        The responses to each `stream.request` are sent by its stream, from any thread, also after
-        this method has returned. Each stream must be ended by the last `send`, by `fail` or by
-        `abandon`. An exception ends the streams that have no end yet; nothing is retried. The
-        default implementation sends one response to each request.
+        The default implementation sends one response to each request.
+
+        Args:
+            streams: The stream of each request, `stream.request`. Any thread may send responses by
+                it, also after this method has returned. End each stream by `send(..., final=True)`,
+                `fail` or `abandon`.
+
+        Raises:
+            Exception: An exception of the model, which ends the open streams. Nothing is retried.
         """
         responses = self.execute([stream.request for stream in streams])
         for stream, response in zip(streams, responses, strict=True):
             stream.send(response, final=True)
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable | None:
-        """Return the handlers of scheduler messages if the backend has its own protocol.
+        """Return the handlers of scheduler messages, for a backend with a protocol of its own.
 
-        `writer.link` is the link to the scheduler. For each `opened` request of a message,
-        `unpacker.request(opened.work)` returns the backend's request, and `ResponseStream(writer,
-        opened, request)` accepts its responses. Handlers run in the instance's only loop and must
-        not block it.
+        The handlers run in the instance's only loop and must not block it. For each request
+        `opened` of a message, `unpacker.request(opened.work)` returns the backend's request, and
+        `ResponseStream(writer, opened, request)` accepts its responses.
+
+        Args:
+            writer: The writer of responses; `writer.link` is the link to the scheduler.
+            unpacker: The unpacker of requests.
 
         Returns:
-            The handlers by message type; None if the backend executes batches.
+            The handlers by message, or None for a backend that executes batches.
         """
         return None
 
     def metrics(self) -> list[list[Any]] | None:
         """Return all families of the model's own metrics if they changed since the last call.
 
-        `shmserve.workers.backends.python.metrics.changes` documents their form. Call
-        `context.control.wake()` when they change outside of `execute`, and `metrics_changed(True)`
-        for a report at once, in any thread that may call `metrics`.
+        Call `context.control.wake()` when metrics change outside of `execute`. To report them at
+        once, call `metrics_changed(True)` in any thread that may call `metrics`.
+
+        Returns:
+            The families as `shmserve.workers.backends.python.metrics.changes` returns them, or None
+            if nothing has changed.
         """
         return None
 
@@ -151,14 +185,19 @@ class Backend(ABC):
         self._report = report
 
     def metrics_changed(self, at_once: bool) -> None:
-        """Report changed metrics, `at_once` in this thread or later by a timer."""
+        """Report changed metrics.
+
+        Args:
+            at_once: Whether this thread reports them now; otherwise a timer does so later.
+        """
         if self._report is not None:
             self._report(at_once)
 
     def is_ready(self) -> bool:
-        """Check whether the model is ready; called only with `checks_ready`, in its own thread.
+        """Check whether the model is ready.
 
-        An exception means that the model is not ready.
+        This method is called in a thread of its own, and only if `load` has set `checks_ready`. An
+        exception means that the model is not ready.
         """
         return True
 

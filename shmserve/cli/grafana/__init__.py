@@ -9,7 +9,9 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument(
-        "--alerts", action="store_true", help="Prometheus's alert rules instead of the dashboard"
+        "--alerts",
+        action="store_true",
+        help="print alert rules for Prometheus instead of the dashboard",
     )
 
 

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image",
         default=f"shmserve:{__version__}",
-        help="the container's image, which has shmserve [%(default)s]",
+        help="the container image with shmserve [%(default)s]",
     )
 
 

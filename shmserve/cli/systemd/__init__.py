@@ -125,10 +125,8 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
     yield host.units / SERVICES[1], purpose, _service(host, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
         listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
-        yield host.units / unit, f"where {name} listens", _socket(name, listen, "")
-        purpose = (
-            f"where {name} of shmserve@NAME listens, if it is enabled; with ports by a drop-in"
-        )
+        yield host.units / unit, f"the {name} listener", _socket(name, listen, "")
+        purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
         listen = _listen("", f"%i-{name}.sock", user)
         yield host.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"
@@ -228,14 +226,20 @@ _HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
-    parser.add_argument("--user", action="store_true", help="for this user's service manager")
-    parser.add_argument("--root", type=Path, help="for the system image in this folder")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+    parser.add_argument("--user", action="store_true", help="use this user's service manager")
+    parser.add_argument("--root", type=Path, help="write to the system image in this folder")
     parser.add_argument(
-        "--force", action="store_true", help="overwrite or remove edited files, too"
+        "--dry-run", action="store_true", help="print the changes without making them"
     )
-    parser.add_argument("--program", help="the shmserve to start (default: this one)")
-    parser.add_argument("--device", choices=DEVICES, help="default: nvidia where /dev/nvidiactl is")
+    parser.add_argument(
+        "--force", action="store_true", help="also overwrite or remove edited files"
+    )
+    parser.add_argument("--program", help="the path of the shmserve command to start [this one]")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="the devices that the server may use [nvidia if /dev/nvidiactl exists]",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

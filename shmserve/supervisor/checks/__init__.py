@@ -16,7 +16,10 @@ OK, WARNING, WRONG = "ok", "warning", "wrong"
 
 
 class Verdict(NamedTuple):
-    """The result of a check: `state` is OK, WARNING or WRONG; `fix` is empty if none is needed."""
+    """The result of a check.
+
+    `state` is OK, WARNING or WRONG. `fix` describes what to do; it is empty if nothing is needed.
+    """
 
     state: str
     found: str
@@ -24,17 +27,27 @@ class Verdict(NamedTuple):
 
 
 def ok(found: str) -> Verdict:
-    """Return the verdict that nothing needs to be done."""
+    """Return the verdict that nothing needs to be done; `found` describes the facts."""
     return Verdict(OK, found)
 
 
 def warning(found: str, fix: str) -> Verdict:
-    """Return the verdict that the server runs with limitations."""
+    """Return the verdict that the server runs with limitations.
+
+    Args:
+        found: The facts.
+        fix: What to do.
+    """
     return Verdict(WARNING, found, fix)
 
 
 def wrong(found: str, fix: str) -> Verdict:
-    """Return the verdict that the server does not start, or is useless."""
+    """Return the verdict that the server does not start, or would be useless.
+
+    Args:
+        found: The facts.
+        fix: What to do.
+    """
     return Verdict(WRONG, found, fix)
 
 

@@ -43,7 +43,10 @@ def server_pid(run_dir: Path) -> int:
 
 
 class RunDirectoryFacts(NamedTuple):
-    """A run directory: why it cannot be used, the pid of its server, and its free bytes."""
+    """The facts about a run directory.
+
+    They are the reason why it cannot be used, the pid of its server, and its free bytes.
+    """
 
     path: Path
     problem: str = ""
@@ -52,7 +55,7 @@ class RunDirectoryFacts(NamedTuple):
 
 
 def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
-    """Apply the rules of a server's start."""
+    """Collect the facts about the configured run directory, by the rules of a server's start."""
     path, problem = configured_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
         problem = objection(path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0)
@@ -63,7 +66,7 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
 
 
 def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
-    """Require a usable run directory; one server uses it at a time."""
+    """Return WRONG unless the run directory is usable; one server uses it at a time."""
     if facts.problem:
         return wrong(facts.problem, "correct this folder, or choose another --run-dir")
     if facts.server_pid:
@@ -97,7 +100,7 @@ class PortFacts(NamedTuple):
 
 
 def gather_ports(config: ServerConfig) -> PortFacts:
-    """Open each listener for a moment."""
+    """Collect the facts about the listeners' addresses, by opening each for a moment."""
     addresses, refused = [], []
     for _, address, port, flag in tcp_listeners(config):
         addresses.append(f"{address}:{port}")
@@ -110,7 +113,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
 
 
 def judge_ports(ports: PortFacts) -> Verdict:
-    """Require all ports, since a server does not start without one of them."""
+    """Return WRONG if a port is unavailable, since a server does not start without one of them."""
     problems = [
         text for text, pids in ports.refused if not ports.server_pid or ports.server_pid not in pids
     ]
@@ -137,7 +140,10 @@ def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
 
 
 def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
-    """Require readable repositories that only the owner can write: models are code."""
+    """Return the verdict on the repositories.
+
+    They must be readable, and only the owner may write to them, because models are code.
+    """
     for path, folders, open_to_all in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")

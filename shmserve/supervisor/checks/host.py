@@ -25,14 +25,15 @@ _MORE_FILES = (
     "--ulimit nofile=65536"
 )
 _FEW_TASKS = 1024
-_TASKS_OF_A_MODEL = 16  # two processes and their threads
+_TASKS_OF_A_MODEL = 16  # tasks of a model: two processes and their threads
 _SYSTEM_UIDS = range(1000)
-_DYNAMIC_UIDS = range(61184, 65520)  # of systemd's DynamicUser=
+_DYNAMIC_UIDS = range(61184, 65520)  # the user ids of systemd's DynamicUser=
 _FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
 _DAY_S = 86400
 _SHOWN = ("aiohttp", "pyzmq", "torch", "numpy")
 _UNITS = Path("/etc/systemd/system")
-_EXPOSURE = "15"  # tenths, of the units as installed
+# Threshold of `systemd-analyze security` in tenths: the exposure of the installed units.
+_EXPOSURE = "15"
 _PATIENCE_S = 30
 
 # By package: the installed version ("": none), and the minimum.
@@ -57,7 +58,10 @@ def _installed(package: str) -> str:
 
 
 def judge_packages(versions: Versions) -> Verdict:
-    """Compare with the minimum versions of pyproject.toml, which exclude known vulnerabilities."""
+    """Compare versions with the minimum versions of pyproject.toml.
+
+    Older versions have known vulnerabilities.
+    """
     if not versions:
         return warning("shmserve is not installed", "pip install shmserve")
     old = [name for name, (has, minimum) in versions.items() if _numbers(has) < _numbers(minimum)]

@@ -25,7 +25,7 @@ from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 
 _SHM = Path("/dev/shm")
-_LITTLE = 64 * 2**20  # Docker's default for all of it
+_LITTLE = 64 * 2**20  # Docker's default size of /dev/shm
 _WORTH_TELLING = 2**20
 _MOUNT = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
 _LARGER = (
@@ -35,12 +35,15 @@ _DRIVER = Path("/proc/driver/nvidia")
 _PROBE = [sys.executable, "-m", "shmserve.supervisor.checks.memory"]
 _PATIENCE_S = 60
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_HIDDEN = (None, "", "-1")  # values that name no device
+_HIDDEN = (None, "", "-1")  # values of CUDA_VISIBLE_DEVICES that name no device
 _PATTERN = bytes(range(256)) * 16
 
 
 class ShmFolder(NamedTuple):
-    """The state of /dev/shm. `filesystem` is "" if it is missing; `is_used`: clients may use it."""
+    """The facts about /dev/shm.
+
+    `filesystem` is "" if it is missing. `is_used`: clients may use it.
+    """
 
     is_used: bool
     filesystem: str = ""
@@ -201,11 +204,11 @@ class DeviceList(NamedTuple):
     driver: str = ""
     named: tuple[str, ...] = ()
     partitions: int = 0
-    torch: str | None = ""  # its version; None where it is not installed
+    torch: str | None = ""  # the version of torch; None if torch is not installed
 
 
 def gather_devices(config: ServerConfig) -> DeviceList:
-    """Read the facts from files, without opening a device."""
+    """Collect the facts about accelerators from files, without opening a device."""
     chosen, found = config.visible_devices, accelerators()
     nodes = map(str, Path("/dev").glob("nvidia[0-9]*" if found.kind == "cuda" else "davinci[0-9]*"))
     version = _DRIVER / "version"
@@ -263,7 +266,7 @@ def judge_devices(devices: DeviceList) -> Verdict:
 
 
 class DeviceSharing(NamedTuple):
-    """The requirements of sharing device memory.
+    """The facts about sharing device memory.
 
     `failed` is the reason why two processes could not share memory, "" if they could, and None if
     there is no CUDA device.
@@ -275,7 +278,7 @@ class DeviceSharing(NamedTuple):
 
 
 def gather_sharing(config: ServerConfig) -> DeviceSharing:
-    """Let one process export device memory, and another process open it."""
+    """Let one process export device memory, and another process open it; return the facts."""
     bindings = util.find_spec("cuda") is not None
     failed = None
     if cuda_devices(config.visible_devices):
@@ -325,7 +328,7 @@ def read(handle: bytes) -> bytes:
 
 
 def probe() -> str | None:
-    """Return the argument of `sys.exit`: why device memory could not be shared, or None."""
+    """Return the reason why device memory could not be shared, or None, for `sys.exit`."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*_PROBE, "export"], stdin=pipe, stdout=pipe, text=True

@@ -19,7 +19,7 @@ class HostCheck(NamedTuple):
     Attributes:
         at_start: The effect at the start of a server. With "refuse", the server does not start if
             the verdict is WRONG. With "tell", the server logs a verdict that is not OK. With "",
-            only the doctor runs the check.
+            only `shmserve doctor` runs the check.
     """
 
     name: str

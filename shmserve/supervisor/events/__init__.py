@@ -1,4 +1,4 @@
-"""The event stream: a publish/subscribe feed of what happens in the server, over ZeroMQ."""
+"""The event stream: a publish/subscribe feed of changes in the server, over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from shmserve.supervisor.regions.region import OpenRegion
 
 logger = logging.getLogger(__name__)
 
-_MOST_RECENT = 50  # events of each topic that are kept
-MOST_QUEUED = 1000  # messages for each subscriber; further messages are lost
-_LONGEST_MESSAGE = 256  # bytes: subscribers send nothing but topics
+_MOST_RECENT = 50  # number of recent events that are stored for each topic
+MOST_QUEUED = 1000  # maximum messages queued for a subscriber; further messages are lost
+_LONGEST_MESSAGE = 256  # maximum bytes of a subscriber's message, which contains only a topic
 
 
 class Subscriptions:
@@ -116,7 +116,7 @@ class Xpub:
 
 
 class EventPublisher:
-    """The sender of events. Before `open` and after `close` it has no subscribers."""
+    """The publisher of events. Before `open` and after `close` it has no subscribers."""
 
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
@@ -169,7 +169,7 @@ class EventPublisher:
             self._send(topic, 0, (event,), time_ns)
 
     def number(self, topic: str) -> None:
-        """Send the sequence number of each topic on the topic of the subscriber."""
+        """Send the current sequence number of each topic, on the topic of the subscriber."""
         assert topic.startswith(SEQUENCES)
         topics = sorted(set(TOPICS.values()))
         self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
@@ -190,7 +190,7 @@ class EventPublisher:
 
 _COUNTERS_EVERY_S = 1.0
 
-# (state, reason) of (name, version)
+# (state, reason) by (name, version)
 States = Mapping[tuple[str, str], tuple[str, str]]
 
 

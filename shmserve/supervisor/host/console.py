@@ -16,12 +16,14 @@ from typing import Any
 from shmserve.errors import refused
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 
-_MOST_ELEMENTS = 64  # of the inputs in an example
+_MOST_ELEMENTS = 64  # maximum number of elements of the inputs in an example
 
 
 @contextlib.contextmanager
 def written_to(path: str) -> Iterator[None]:
-    """Redirect stderr of this process and its children to the file at `path`, unless it is empty.
+    """Redirect stderr of this process and its children to the file at `path`.
+
+    If `path` is empty, nothing is redirected.
 
     Raises:
         InvalidArgument: The file cannot be written.
@@ -133,5 +135,5 @@ def example_command(models: Iterable[ModelSpec], url: str) -> str:
 def _example(tensor: TensorSpec) -> str:
     value: Any = {"BYTES": "text", "BOOL": True}.get(tensor.datatype, 1)
     for size in reversed(tensor.dims):
-        value = [value] * abs(size)  # 1 for any size
+        value = [value] * abs(size)  # a dimension of any size (-1) becomes 1
     return f"{tensor.name}={json.dumps(value, separators=(',', ':'))}"

@@ -28,9 +28,9 @@ from shmserve.ipc import endpoints
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-_PATIENCE_S = 10.0  # a server answers at once
+_PATIENCE_S = 10.0  # short, because a running server responds at once
 _PACKET = 64 * 1024
-_MOST_SOCKETS = 253  # SCM_MAX_FD
+_MOST_SOCKETS = 253  # the kernel's SCM_MAX_FD: maximum descriptors of a message
 _DOOR = "door"
 
 
@@ -118,7 +118,7 @@ def _refusal(run_dir: Path, error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"'{run_dir}' belongs to another user"
     if isinstance(error, TimeoutError):
-        return f"the server of '{run_dir}' does not answer"
+        return f"the server of '{run_dir}' does not respond"
     if (run_dir / "control").is_socket() and isinstance(error, FileNotFoundError):
         return (
             f"the server of '{run_dir}' has a version that cannot hand over: stop it, and "
@@ -128,7 +128,7 @@ def _refusal(run_dir: Path, error: OSError) -> str:
 
 
 class HandoverLink:
-    """One end of the connection, in the event loop.
+    """One end of the connection between two servers, in the event loop.
 
     `take(verb, name, fds)` executes the requests of the other end in order, and owns their
     descriptors.
@@ -157,7 +157,7 @@ class HandoverLink:
         return done
 
     async def until_done(self) -> None:
-        """Wait until all requests so far are done."""
+        """Wait until the other end has executed all requests so far."""
         if self._pending:
             await asyncio.wait(self._pending.copy().values())
 
@@ -183,7 +183,8 @@ class HandoverLink:
                 settle(self._pending.pop(number, None), None)
         except BlockingIOError:
             return
-        except (OSError, ValueError, TypeError, RecursionError):  # the end, or an invalid message
+        # The link has ended, or a message is invalid.
+        except (OSError, ValueError, TypeError, RecursionError):
             for fd in fds:
                 os.close(fd)
             self._end()

@@ -102,7 +102,7 @@ def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> soc
         InvalidArgument: Other hosts reach it and it is not `guarded`.
     """
     if sock.family == socket.AF_UNIX:
-        if sock.type == socket.SOCK_STREAM:  # only local clients send descriptors
+        if sock.type == socket.SOCK_STREAM:  # only sockets of local clients receive descriptors
             refuse_descriptors(sock)
         return sock
     host, port = sock.getsockname()[:2]
@@ -152,7 +152,8 @@ def _is_abandoned(path: Path) -> bool:
 def close(sock: socket.socket) -> None:
     """Close a socket if it is open.
 
-    The path of a unix socket is removed first: no other server can use it while this one listens.
+    The path of a unix socket is removed before the close, because no other server can use the path
+    while this socket listens.
     """
     if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
         with contextlib.suppress(OSError):
@@ -164,13 +165,15 @@ def close(sock: socket.socket) -> None:
 class Listeners:
     """The listening sockets of a server."""
 
-    offer: Offer | None = None  # of the predecessor in a handover
+    offer: Offer | None = None  # the offer of the predecessor in a handover
     http: list[socket.socket] = field(default_factory=list)
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
-    local: list[socket.socket] = field(default_factory=list)  # closed by `LocalClientConnections`
-    shared: list[socket.socket] = field(default_factory=list)  # used by other servers, too
-    kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a previous server
+    # Listeners for local clients, which `LocalClientConnections` closes.
+    local: list[socket.socket] = field(default_factory=list)
+    shared: list[socket.socket] = field(default_factory=list)  # sockets that other servers use, too
+    # Descriptors of the registrations of a previous server.
+    kept: dict[str, list[int]] = field(default_factory=dict)
 
     def has_path(self, path: Path) -> bool:
         """Return whether a socket listens at a path."""
@@ -178,7 +181,7 @@ class Listeners:
 
     @property
     def door(self) -> socket.socket | None:
-        """Return the listener of the predecessor's local clients."""
+        """Return the predecessor's listener for local clients, or None."""
         return None if self.offer is None else self.offer.door
 
     def share_all(self) -> None:

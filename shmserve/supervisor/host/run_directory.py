@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # The last process of a killed server clears the folder within milliseconds.
 _LOCK_PATIENCE_S = 3.0
-_USUAL_PATIENCE_S = 0.5  # a second server can use another folder
-_LOCK_PAUSE_S = 0.02  # flock has no timeout
+_USUAL_PATIENCE_S = 0.5  # short, because a second server can use another folder
+_LOCK_PAUSE_S = 0.02  # pause between attempts to lock, because flock has no timeout
 # The contents of the lock file of a server's folder, whose files may be deleted.
 _MARK = b"shmserve run directory\n"
 # The files that clients and a successor use.
@@ -61,7 +61,8 @@ class RunDirectory:
         else:
             self.path = Path(os.path.abspath(chosen))
             creating = refused(f"--run-dir: cannot make '{self.path}'")
-            with creating, contextlib.suppress(FileExistsError):  # its type is checked next
+            # The type of an existing file is checked next.
+            with creating, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
         if against := objection(self.path, self.path.lstat(), group_bits):
@@ -115,7 +116,7 @@ class RunDirectory:
                 continue
             try:
                 fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the folder was just removed
+            except FileNotFoundError:  # another process has just removed the folder
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOCK_PAUSE_S)
@@ -135,7 +136,7 @@ class RunDirectory:
     def _mark(self, fd: int) -> None:
         try:
             os.pwrite(fd, _MARK, 0)
-        except OSError:  # the disk is full
+        except OSError:  # the disk may be full
             os.close(fd)
             (self.path / "lock").unlink()
             with contextlib.suppress(OSError):
@@ -166,7 +167,7 @@ class RunDirectory:
         own_files = {"lock", "guests", "door", self.path.name, *shown}
         for folder in (self.shared, self.shared / "guests"):
             _empty(folder, own_files)
-        self._show()  # the predecessor has removed its own
+        self._show()  # create the links that the predecessor has removed
 
     def remove(self) -> None:
         """Delete the folder and its contents."""

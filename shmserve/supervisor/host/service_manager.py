@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 _FIRST_FD = 3
 # The allowed values of FileDescriptorName= of a socket.
 LISTENERS = ("http", "grpc", "metrics", "local")
-_KEPT = "kept-"  # the prefix of the names of kept descriptors
-_EXTENDED_S = 60  # after each sign of life, while the server starts or ends
+_KEPT = "kept-"  # the prefix of the names of stored descriptors
+# Seconds by which a sign of life extends the timeout while the server starts or ends.
+_EXTENDED_S = 60
 _SIGN_OF_LIFE_S = 10.0
-_FLUSH_TIMEOUT_S = 5.0  # a registration does not wait longer for a manager that hangs
+_FLUSH_TIMEOUT_S = 5.0  # a registration waits at most this long for a manager that hangs
 _MOST_NAMED = 5
 
 
@@ -33,8 +34,8 @@ class ServiceManager:
     """The service manager at `address`, a path or "@" with an abstract name; None: no manager.
 
     The manager requires a sign of life every `watchdog_s` seconds (0: none). Messages that its
-    socket cannot hold (about ten) are queued, since a lost descriptor would be missing after the
-    next restart.
+    socket cannot hold (about ten) are queued. Otherwise a lost message with a descriptor would be
+    missing after the next restart.
     """
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
@@ -69,7 +70,7 @@ class ServiceManager:
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def ready(self, state: str) -> None:
-        """Report that the server has started, with its status."""
+        """Report that the server has started; `state` is its status line."""
         self._state = state
         self._notify("READY=1", f"STATUS={state}")
 
@@ -83,7 +84,7 @@ class ServiceManager:
         self._notify_unless_queued("WATCHDOG=1")
 
     def stopping(self, state: str) -> None:
-        """Report that the server ends, with its last status."""
+        """Report that the server ends; `state` is its last status line."""
         self._stopping = True
         self._notify("STOPPING=1", f"STATUS={state}")
 
@@ -104,11 +105,11 @@ class ServiceManager:
         self._notify("FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0", fds=fds)
 
     def drop(self, name: str) -> None:
-        """Remove the stored descriptors of a name."""
+        """Remove the stored descriptors that have this name."""
         self._notify("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
 
     async def flushed(self) -> None:
-        """Wait until it has received all messages, or for some seconds if it does not read."""
+        """Wait until the manager has received all messages, for some seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
                 await self._all_sent.wait()
@@ -131,7 +132,8 @@ class ServiceManager:
         """Send a message; return False if the socket is full."""
         assert self._socket is not None
         try:
-            socket.send_fds(self._socket, [text], fds)  # its flags are ignored
+            # `socket.send_fds` ignores its argument `flags`, so none are passed.
+            socket.send_fds(self._socket, [text], fds)
         except BlockingIOError:
             return False
         except OSError:
@@ -204,7 +206,7 @@ def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str,
             continue
         if name not in LISTENERS:
             raise InvalidArgument(
-                f"LISTEN_FDNAMES: a socket named '{name}' "
+                f"LISTEN_FDNAMES: unknown socket name '{name}' "
                 f"(allowed for FileDescriptorName=: {', '.join(LISTENERS)})"
             )
         found.setdefault(name, []).append(_listening(fd, name))

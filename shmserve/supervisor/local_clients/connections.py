@@ -46,10 +46,11 @@ _CREDENTIALS = 12
 _NO_LINGER = struct.pack("ii", 0, 0)
 
 _MOST_CLIENTS = 1024
-_MOST_UNWELCOMED = 256  # clients before their Hello; then the oldest is disconnected
+# Maximum number of clients that have not sent Hello; then the oldest is disconnected.
+_MOST_UNWELCOMED = 256
 _BACKLOG = 128
-_AT_ONCE = 64  # connections that are accepted before open connections are read
-_MOST_UNREAD = 4096  # unread messages; then the local client is disconnected
+_AT_ONCE = 64  # maximum number of connections accepted before open connections are read
+_MOST_UNREAD = 4096  # maximum number of unread messages before a local client is disconnected
 _OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot use
 
 
@@ -70,7 +71,7 @@ class _Received(NamedTuple):
     data: bytes
     fds: list[int]
     whole: bool
-    any: bool  # has data or ancillary data
+    any: bool  # whether the packet has data or ancillary data
 
 
 def _received(link: socket.socket, size: int) -> _Received:
@@ -121,7 +122,7 @@ def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         try:
             sock = socket.socket(fileno=fd)
-        except OSError:  # not a socket
+        except OSError:  # the descriptor is not a socket
             with contextlib.suppress(OSError):  # the descriptor is closed anyway
                 os.close(fd)
             continue
@@ -134,19 +135,19 @@ def _close(fds: Iterable[int]) -> None:
 def _in_thread(action: Callable[[], None]) -> None:
     try:
         threading.Thread(target=action, name="close", daemon=True).start()
-    except RuntimeError:  # no thread can be started
+    except RuntimeError:  # no further thread can be started
         action()
 
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program, which is `welcomed` after its Hello."""
+    """A connected program; it is `welcomed` after its Hello."""
 
     number: int
-    pid: int  # 0 if it is in another namespace
+    pid: int  # the process id; 0 if the process is in another namespace
     uid: int
     link: socket.socket
-    process: int  # a pidfd, or -1
+    process: int  # a pidfd of the process, or -1
     welcomed: bool = False
     unsent: deque[bytes] = field(default_factory=deque)
 
@@ -213,7 +214,7 @@ class LocalClientConnections:
         for listener in self._predecessors:
             listener.sock.listen(
                 _BACKLOG
-            )  # peers read the credentials of the process that listened last
+            )  # peers read the credentials of the process that called listen last
         self._accept_at([*self._predecessors, *self._shared])
         self._own, self._predecessors = [*self._own, *self._predecessors], []
 
@@ -227,7 +228,7 @@ class LocalClientConnections:
         return [each.sock for each in self._shared]
 
     def share(self) -> None:
-        """Leave all listeners to a successor at the next `refuse`."""
+        """Leave all listeners to a successor when `refuse` is called next."""
         self._shared, self._own = [*self._shared, *self._own], []
 
     def refuse(self) -> bool:
@@ -255,7 +256,7 @@ class LocalClientConnections:
                 continue
             try:
                 process = os.pidfd_open(pid) if pid else -1
-            except OSError:  # it has exited, or no descriptor is free
+            except OSError:  # the program has exited, or no descriptor is free
                 disconnect(link)
                 continue
             client = LocalClient(next(self._numbers), pid, uid, link, process)
@@ -329,7 +330,9 @@ class LocalClientConnections:
                 return
             for message in frames.unpack(data):
                 if client.number not in self._clients:
-                    return  # disconnected meanwhile, so nothing would release what it shares
+                    # The client disconnected meanwhile, so nothing would release the memory that it
+                    # shares.
+                    return
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent an invalid message: %s", error)

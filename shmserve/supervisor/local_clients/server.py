@@ -120,7 +120,7 @@ class LocalMemory:
     async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> bytes:
         """Share device memory by its handle, which a worker checks.
 
-        The caller handles a disconnection of the client meanwhile.
+        The caller must handle a disconnection of the client during this call.
         """
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
         if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
@@ -144,7 +144,7 @@ class LocalMemory:
         self._processes.broadcast(region.listed_only(0), "gateway")
 
     def release(self, number: int, memory_id: int = 0) -> None:
-        """Release a memory of a local client, or all of a client that has disconnected."""
+        """Release one region of a local client; 0: all regions of a disconnected client."""
         reason = "" if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
             if region.lessor == number and memory_id in (0, region.memory_id):
@@ -173,7 +173,7 @@ class LocalMemory:
 
 
 def is_sealed(fd: int) -> bool:
-    """Check whether memory cannot shrink."""
+    """Check whether a memfd is sealed against shrinking."""
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
@@ -207,15 +207,15 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     return shared
 
 
-_PATIENCE_S = 1.0  # the longest delay of a reload by a stopped local client
+_PATIENCE_S = 1.0  # the longest time for which a stopped local client delays a reload
 # The fields of a model's configuration and of its tensors that local clients need.
 _MODEL_FIELDS = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
-_LARGEST_PACKET = 4 * 1024 * 1024  # bytes of a packet
+_LARGEST_PACKET = 4 * 1024 * 1024  # maximum bytes of a packet
 
 
 class LocalClientServer:
-    """The supervisor's side of the protocol.
+    """The service for local clients in the supervisor.
 
     Args:
         snapshot: Returns the models and the health.
@@ -235,7 +235,7 @@ class LocalClientServer:
         shared: Iterable[socket.socket] = (),
         door: socket.socket | None = None,
     ) -> None:
-        """Open the listener."""
+        """Open the listener for local clients."""
         self._capabilities = capabilities
         self._memory = memory
         self._snapshot = snapshot
@@ -264,7 +264,7 @@ class LocalClientServer:
         self._acknowledgements.exited(number)
         self._on_disconnect(number)
 
-    # --- models and health, to all
+    # --- messages to all clients
 
     def numbers(self) -> list[int]:
         """Return the numbers of the welcomed clients."""
@@ -296,12 +296,13 @@ class LocalClientServer:
         logger.log(
             level,
             "model '%s' version %s is not available to shmserve.client: the description of its "
-            "inputs and outputs has %d bytes, and a message at most %d (net.core.wmem_default)",
+            "inputs and outputs has %d bytes, but a message may have at most %d "
+            "(net.core.wmem_default)",
             *(message.name, message.version, len(data), self._largest),
         )
         return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
 
-    # --- requests of one
+    # --- requests of a client
 
     def _take(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
@@ -315,7 +316,7 @@ class LocalClientServer:
             case Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:
-                # At once, since `fds` are closed afterwards.
+                # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused
                 try:
                     memory = self._memory.share(client, size, pin, fds)

@@ -78,13 +78,13 @@ class _Watch:
     policy: ScalingPolicy
     capacity: HostCapacity
     pending: asyncio.Future[dict[str, Any]] | None = None
-    not_before_s: float = 0.0  # the earliest time of a change
+    not_before_s: float = 0.0  # the earliest time of the next change
     changing: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Autoscaler:
-    """The task that scales the serving versions of a registry whose instances have bounds."""
+    """The scaler of the serving versions of a registry whose instances have bounds."""
 
     _context: SupervisorContext
     _registry: ModelRegistry
@@ -182,7 +182,7 @@ def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
 
 
 class LoadSample(NamedTuple):
-    """The counters of a scheduler at a time.
+    """The counters of a scheduler at one time.
 
     Attributes:
         at_s: The time, on the monotonic clock.
@@ -278,7 +278,7 @@ class ScalingPolicy:
         return Change(count + 1, wait)
 
     def changed(self, at_s: float, before: int, after: int) -> None:
-        """Record a change of the number of instances."""
+        """Record that the number of instances has changed from `before` to `after` at `at_s`."""
         if after < before:
             self._removed_s = at_s
         else:
@@ -398,7 +398,7 @@ class HostCapacity:
 
     processors: float
     _processor_times: dict[int, float] = field(init=False, default_factory=dict)
-    _took_s: float = field(init=False, default=0.0)  # at the last measurement
+    _took_s: float = field(init=False, default=0.0)  # total execution time at the last measurement
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)
     _processors_each: float = field(init=False, default=0.0)  # processors of a busy instance

@@ -55,7 +55,7 @@ _MOST_FAILED_LOADS = 5
 # The consecutive crashes without an executed request after which an instance has failed. They take
 # about 5 s if the model loads immediately.
 _MOST_CRASHES = 10
-_LONGEST_PAUSE_S = 30.0  # before the restart of a process that is killed repeatedly
+_LONGEST_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
 
@@ -83,7 +83,7 @@ class Instances:
         config: The configuration; final once it has been completed.
         labels: The label texts of each output that has labels.
         completed: The properties that the model reported for its configuration.
-        failure: The reason why no instance is restarted, or empty.
+        failure: The reason why no instance is restarted; otherwise empty.
     """
 
     _context: SupervisorContext
@@ -127,12 +127,12 @@ class Instances:
 
     @property
     def hangs(self) -> bool:
-        """Whether the load of an instance has been reported to take long."""
+        """Return whether a load of an instance takes so long that it was reported."""
         return any(instance.hangs for instance in self._all)
 
     @property
     def all_serve(self) -> bool:
-        """Return whether all of these instances are ready; none is starting or restarting."""
+        """Return whether all instances are ready, none is starting or restarting."""
         return self.count == sum(each.state is InstanceState.READY for each in self._all)
 
     def states(self) -> list[InstanceState]:
@@ -140,7 +140,7 @@ class Instances:
         return [instance.state for instance in self._all]
 
     def children(self) -> list[Child]:
-        """Return the processes of the instances, alive or dead."""
+        """Return the processes of the instances, whether they run or have exited."""
         return [instance.child for instance in self._all if instance.child is not None]
 
     def pids(self) -> list[int]:
@@ -160,7 +160,7 @@ class Instances:
 
     @property
     def device_byte_size(self) -> int:
-        """Return the accelerator memory of the running processes, in bytes, as loaded."""
+        """Return the accelerator memory in bytes that the running processes used after loading."""
         return sum(instance.device_byte_size for instance in self._all if instance.alive)
 
     @property
@@ -295,7 +295,7 @@ class Instances:
             raise Unavailable("the model is unloaded")
 
     def _announce(self, instance: Instance) -> None:
-        """Send the scheduler an instance to expect, with its process if it has one."""
+        """Notify the scheduler of an instance to expect, with its process if it has one."""
         pid = instance.child.pid if instance.child is not None else 0
         self._scheduler.send(m.InstanceExpected(instance.index, pid))
 
@@ -389,7 +389,7 @@ class Instances:
     # --- schedulers
 
     def introduce(self, workers: list[int]) -> None:
-        """Send a new scheduler its instances, and the exits since it was started.
+        """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:
             workers: The worker processes that the scheduler was started with.

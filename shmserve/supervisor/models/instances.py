@@ -34,7 +34,8 @@ from shmserve.supervisor.processes.children import Child, RestartBackoff
 logger = logging.getLogger(__name__)
 
 FIRST_REPORT_S = 30.0
-_MOST_UNREAD = 16  # messages of a worker; more than a correct worker ever sends
+# Maximum number of unread messages of a worker; a correct worker never sends so many.
+_MOST_UNREAD = 16
 _STACK_WAIT_S = 0.1
 _MOST_STACK_WAITS = 10
 _MOST_STACK_BYTES = 1 << 20
@@ -87,8 +88,8 @@ class VersionSpec:
 class Lifetime:
     """The shutdown state that the parts of a model version share."""
 
-    retiring: bool = False  # the version finishes its requests
-    stopping: bool = False  # the version's processes end
+    retiring: bool = False  # whether the version finishes its requests
+    stopping: bool = False  # whether the version's processes end
 
 
 class InstanceState(StrEnum):
@@ -97,9 +98,9 @@ class InstanceState(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
-    RETIRING = "retiring"  # finishes its requests, then exits
-    WAITING = "waiting"  # exited, and is restarted after a pause
-    FAILED = "failed"  # exited too often, and is not restarted
+    RETIRING = "retiring"  # it finishes its requests, then exits
+    WAITING = "waiting"  # it has exited, and is restarted after a pause
+    FAILED = "failed"  # it has exited too often, and is not restarted
     STOPPED = "stopped"
 
 
@@ -122,11 +123,11 @@ TRANSITIONS: Mapping[str, Mapping[InstanceState, InstanceState]] = {
 
 
 class IllegalTransition(Exception):
-    """An event is not allowed in the state of an instance; this is a defect of the server."""
+    """The error for an event that an instance's state does not allow: a defect of the server."""
 
 
 def inbox() -> asyncio.Queue[Any]:
-    """Return a bounded queue for the messages that a worker sends about itself."""
+    """Return a new bounded queue for the messages that a worker sends about itself."""
     return asyncio.Queue(_MOST_UNREAD)
 
 
@@ -310,7 +311,7 @@ async def stacks_of(instance: Instance) -> str:
     if the worker has exited or writes nothing.
     """
     child = instance.child
-    if child is None or not child.alive:  # another process may have its pid
+    if child is None or not child.alive:  # another process may already have the pid
         return ""
     try:
         path = f"/proc/{child.pid}/fd/{instance.stacks_fd}"
@@ -322,7 +323,7 @@ async def stacks_of(instance: Instance) -> str:
         child.kill(signal.SIGUSR2)
         await _written(child, fd)
         return os.read(fd, _MOST_STACK_BYTES).decode(errors="replace")
-    except OSError:  # the descriptor is another file by now
+    except OSError:  # the descriptor already refers to another file
         return ""
     finally:
         os.close(fd)

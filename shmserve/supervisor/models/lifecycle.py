@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """The state machine that executes the orders about a registry's models."""
+    """The state machine that executes orders about the models of a registry."""
 
     def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
         """Create a lifecycle without orders.
@@ -53,7 +53,7 @@ class Lifecycle:
         self._registry = registry
         self._actions = actions
         self._hosted = hosted
-        self._open: list[Order] = []  # orders without an answer
+        self._open: list[Order] = []  # orders that were not answered yet
         self._running = self._has_changed = self._published = False
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
@@ -84,7 +84,13 @@ class Lifecycle:
         self._run()
 
     def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
-        """Order a model to be loaded or reloaded; `pins` ends that it is loaded on demand."""
+        """Order a model to be loaded or reloaded.
+
+        Args:
+            name: The model.
+            source: The configuration and files of a request.
+            pins: Whether the model is no longer loaded on demand.
+        """
         order = self._load(self._registry.model(name), source)
         order.pins |= pins
         order.model.for_ensembles = False
@@ -129,7 +135,7 @@ class Lifecycle:
         return self._enter_once(Order(model, OrderKind.LOAD, source, requested, caused_by_step))
 
     def _enter_once(self, order: Order) -> Order:
-        """Enter an order, or return the last order of the model if it has the same effect."""
+        """Enter an order, or return the model's last order if that has the same effect."""
         last = order.model.orders[-1] if order.model.orders else None
         if last is None or not last.repeats(order):
             return self._enter(order)
@@ -188,7 +194,7 @@ class Lifecycle:
 
     def was_read(self, order: Order, plan: LoadPlan) -> None:
         """Handle the plan of a load whose folder and configuration were read."""
-        if order.phase is not OrderPhase.READING:  # cancelled meanwhile
+        if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
             self._actions.discard(plan.specs)
             return
         model = order.model
@@ -262,7 +268,7 @@ class Lifecycle:
         model = self._registry.model(version.spec.name)
         order = model.orders[0] if model.orders else None
         if order is None or model.incoming.get(version.spec.version) is not version:
-            return  # cancelled meanwhile
+            return  # the order was cancelled in the meantime
         order.starting.discard(version.spec.version)
         if error is not None:
             order.failures[version.spec.version] = error
@@ -331,7 +337,10 @@ class Lifecycle:
     # --- execution
 
     def _run(self) -> None:
-        """Advance all orders as far as possible, including changes that happen meanwhile."""
+        """Advance all orders as far as possible.
+
+        Changes that happen during the call are included.
+        """
         self._has_changed = True
         if self._running:
             return

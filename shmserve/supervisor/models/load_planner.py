@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 class LoadPlanner:
-    """The reader of a server's repositories, whose methods access the disk.
+    """The reader of a server's repositories, which plans loads.
 
-    The methods may run in a thread.
+    Its methods access the disk, and may run in a thread.
     """
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
@@ -67,7 +67,7 @@ class LoadPlanner:
         """Return a text that changes with any file of a model; "" if there is no such model."""
         try:
             folder = self._find(name)
-        except InvalidArgument:  # no model can have this name
+        except InvalidArgument:  # `name` is not a valid model name
             return ""
         return repository.fingerprint(folder) if folder is not None else ""
 
@@ -279,7 +279,7 @@ class LoadPlanner:
         return folder, self._filled(repository.read_config(folder)[0], folder)
 
     def aliases(self, name: str) -> list[str] | None:
-        """Return the aliases of a model that generates text, from its files; None for others.
+        """Return the aliases of a text-generating model, from its files; None for others.
 
         The result is None for unreadable models, too: their load reports the error.
         """
@@ -299,7 +299,9 @@ class LoadPlanner:
 
 
 def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
-    """Serve the class of a file without a `TritonPythonModel`, unless the configuration names one.
+    """Select the class to serve in a file without a `TritonPythonModel`.
+
+    A class that the configuration names is kept.
 
     Raises:
         InvalidArgument: Several classes can be served.
@@ -323,7 +325,7 @@ def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
 
 
 def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
-    """Return the text of the file of a class, the name of the class, and that of the file."""
+    """Return the text of the file that defines a model's class, the class and file names."""
     file = config.default_model_filename or "model.py"
     within = Path(str(folder.versions[-1] if folder.versions else 1), file)
     try:

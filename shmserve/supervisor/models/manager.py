@@ -53,7 +53,7 @@ News = ModelNews | ModelWithdrawn
 
 
 class Audience(Protocol):
-    """The clients that submit requests."""
+    """The receivers of publications: the clients that submit requests."""
 
     def announce(self, news: News) -> int:
         """Send a publication; returns the number that the clients acknowledge."""
@@ -178,7 +178,7 @@ class LifecycleExecutor(LifecycleActions):
         self._follow_acknowledgements()
 
     async def wait_for(self, order: Order) -> None:
-        """Wait until an order is answered; raises the ShmserveError with which it failed."""
+        """Wait until an order is answered; raise the ShmserveError with which it failed."""
         if not order.answered:
             await self._answered.setdefault(order, asyncio.Event()).wait()
         if order.error is not None:
@@ -305,7 +305,7 @@ class LifecycleExecutor(LifecycleActions):
                 await version.regroup(group, partial(self._publish_move, model))
             except ShmserveError as error:
                 logger.error(
-                    "model '%s' cannot move to another process: %s", model.name, error.message
+                    "model '%s' cannot be moved to another process: %s", model.name, error.message
                 )
         self.lifecycle.moved(order)
 
@@ -403,7 +403,7 @@ class ModelManager:
         """
         self._require_explicit()
         if is_traversal(name):
-            return  # an unknown model
+            return  # the model is unknown
         check_model_name(name)
         steps = self._registry.loaded_for(name) if dependents else []
         await self.unload(name)
@@ -488,6 +488,6 @@ class ModelManager:
 
 
 async def _stop(version: ModelVersion, before: list[asyncio.Task[None]]) -> None:
-    """Stop a version after the ensembles that need it."""
+    """Stop a version after the tasks that stop the ensembles that need it."""
     await asyncio.gather(*before)
     await (version.stop() if version.loaded else version.kill())

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_STARTS = 5
 _MOST_WAITED_FOR = 10
 _CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
-_KILL_PATIENCE_S = 1.0  # for a scheduler that shares its process
+_KILL_PATIENCE_S = 1.0  # seconds until a stopping scheduler that shares its process is killed
 
 
 def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
@@ -115,7 +115,7 @@ class ModelVersion:
 
     @property
     def drained(self) -> bool:
-        """Whether the version has finished its requests, so that its processes end."""
+        """Return whether the version has finished its requests, so that its processes may end."""
         return self._lifetime.stopping
 
     @property
@@ -325,7 +325,7 @@ class ModelVersion:
                 self._backoff.worked()
             case m.InstanceRetired(process):
                 self.instances.retired(process)
-            case MemoryDropped():  # an ensemble kept this memory for workers
+            case MemoryDropped():  # an ensemble has kept this memory open for its steps' workers
                 self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
@@ -363,7 +363,10 @@ class ModelVersion:
 
 @dataclass(slots=True, eq=False)
 class EnsembleInstances(Instances):
-    """The instances of an ensemble, which has none; it is ready while its steps' models are."""
+    """The substitute for an ensemble's instances, of which it has none.
+
+    It is ready while the models of its steps are ready.
+    """
 
     find: Callable[[str, str], ModelVersion | None] = field(kw_only=True)
 
@@ -414,7 +417,7 @@ def _inherited(config: ModelSpec, models: Sequence[ModelVersion | None]) -> dict
 
 
 def describe(config: ModelSpec) -> dict[str, Any]:
-    """Return the metadata of GET /v2/models/NAME without the versions.
+    """Return the metadata of a model as for GET /v2/models/NAME, without the versions.
 
     Shapes start with -1 if the model batches.
     """

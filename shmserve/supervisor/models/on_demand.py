@@ -38,7 +38,7 @@ _MEASURE_EVERY_S = 10.0
 
 
 class Resident(NamedTuple):
-    """A model that uses memory.
+    """A loaded model that uses memory.
 
     Attributes:
         name: The model.
@@ -82,12 +82,13 @@ def to_unload(residents: Iterable[Resident], bound: int, now_ns: int) -> list[st
 
 
 class MemoryUse:
-    """The memory of versions as it was measured last."""
+    """The memory use of versions, as it was measured last."""
 
     def __init__(self) -> None:
         self._sizes: dict[ModelVersion, int] = {}
         self._measured: dict[ModelVersion, float] = {}
-        self._last_sizes: dict[str, int] = {}  # of a model's version, kept after it is unloaded
+        # Bytes by model version, kept after the version is unloaded.
+        self._last_sizes: dict[str, int] = {}
 
     async def measure(self, live: Iterable[ModelVersion], refresh: bool = False) -> None:
         """Measure the loaded versions whose size is not known; this takes milliseconds for each.
@@ -127,7 +128,7 @@ class MemoryUse:
 
 
 class _Use(NamedTuple):
-    """The last report of a version's scheduler, and the time of use that follows from it."""
+    """The last report of a version's scheduler, and the time of the version's last use."""
 
     answered: int
     executed_ns: int
@@ -136,7 +137,7 @@ class _Use(NamedTuple):
 
 
 class OnDemand:
-    """The loader and unloader of the models of a registry that are on demand."""
+    """The loader and unloader of the on-demand models of a registry."""
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ class OnDemand:
         self._lifecycle = lifecycle
         self._wait_for = wait_for
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
-        self._failures: dict[str, tuple[RestartBackoff, float]] = {}  # and the time of a retry
+        # The backoff of failed loads by model, and the time of the next retry.
+        self._failures: dict[str, tuple[RestartBackoff, float]] = {}
         self._unloading = asyncio.Lock()
         self._memory = MemoryUse()
         self._uses: dict[ModelVersion, _Use] = {}
@@ -192,7 +194,8 @@ class OnDemand:
 
     async def _load(self, name: str, loaded: asyncio.Future[ShmserveError | None]) -> None:
         backoff, retry_at = self._failures.pop(name, (RestartBackoff(), 0.0))
-        outcome: ShmserveError | None = Unavailable("the server ends")  # if this is cancelled
+        # The outcome if this coroutine is cancelled.
+        outcome: ShmserveError | None = Unavailable("the server ends")
         try:
             await asyncio.sleep(retry_at - time.monotonic())
             order = self._lifecycle.load_on_demand(name)
@@ -303,7 +306,7 @@ def _updated(use: _Use, report: Mapping[str, Any] | None) -> _Use:
     used_ns = use.used_ns
     if executed_ns > use.executed_ns:
         used_ns = max(used_ns, executed_ns)
-    elif answered != use.answered:  # from the cache, or with an error
+    elif answered != use.answered:  # answered from the response cache, or with an error
         used_ns = time.monotonic_ns()
     busy = bool(report["live"] or report["open_sequences"])
     return _Use(answered, executed_ns, used_ns, busy)

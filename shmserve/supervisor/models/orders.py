@@ -24,7 +24,7 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
-UPDATES = "updates"  # an entry of `Order.starting`
+UPDATES = "updates"  # an entry of `Order.starting` that stands for the updates
 
 
 class LoadSource(NamedTuple):
@@ -49,10 +49,12 @@ class OrderPhase(Enum):
     """The progress of an order."""
 
     QUEUED = auto()
-    READING = auto()  # folder and configuration
-    WAITING = auto()  # for the models of an ensemble's steps, or for the ends of ensembles
-    STARTING = auto()  # new versions and instances
-    OFFERED = auto()  # published; they serve once every client has acknowledged them as ready
+    READING = auto()  # the folder and the configuration are read
+    # The order waits for the models of an ensemble's steps, or for the ends of ensembles.
+    WAITING = auto()
+    STARTING = auto()  # new versions and instances start
+    # The versions are published, and serve once every client has acknowledged them as ready.
+    OFFERED = auto()
     PUBLISHING = auto()  # every client is notified of the serving versions
     DROPPING = auto()  # the load failed, and the versions that it started are stopped
     MOVING = auto()
@@ -91,7 +93,8 @@ class LoadOutcome(NamedTuple):
 
 
 UNLOADED = LoadOutcome("unloaded", failed=False)
-DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)  # a fault of the repositories, not of a load
+# This fault belongs to the repositories, not to a load.
+DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)
 
 
 class LoggedFailure(InvalidArgument):
@@ -99,7 +102,7 @@ class LoggedFailure(InvalidArgument):
 
 
 class LifecycleActions(Protocol):
-    """The actions of the lifecycle. Actions return immediately and report by events."""
+    """The interface of the lifecycle's actions, which return immediately and report by events."""
 
     def read(self, order: Order) -> None:
         """Read a model's folder and configuration; reports `Lifecycle.was_read`."""
@@ -135,7 +138,7 @@ class LifecycleActions(Protocol):
         """Remove the folders that were written for these specs, unless a process uses them."""
 
     def publish(self, model: ModelEntry) -> None:
-        """Publish what has changed of a model to every client."""
+        """Publish the changes of a model to every client."""
 
     def is_published(self, model: ModelEntry) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
@@ -319,7 +322,7 @@ class Order:
         self.model.source = self.source if self.step_models else FOLDER
 
     def refusal(self) -> LoggedFailure:
-        """Return the error of a load whose versions have failed, and log the reasons."""
+        """Return the error of a load whose versions have failed, after logging the reasons."""
         name, reasons = self.model.name, _reasons(self.failures)
         for number, reason in reasons.items():
             text = "\n".join((reason, *getattr(self.failures[number], "__notes__", ())))
@@ -388,7 +391,7 @@ class ModelEntry:
     def versions(self) -> Iterable[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
         found = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(found)  # a version that is kept is both serving and incoming
+        return dict.fromkeys(found)  # a kept version is both serving and incoming
 
     @property
     def offered(self) -> bool:
@@ -417,7 +420,7 @@ class ModelEntry:
 
     @property
     def unloads_later(self) -> bool:
-        """Whether an open order unloads the model."""
+        """Return whether an open order unloads the model."""
         return any(order.kind is OrderKind.UNLOAD for order in self.orders)
 
     @property

@@ -20,7 +20,7 @@ from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry,
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder, lacks_version
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
-PATIENCE_S = 5.0  # for a readiness check
+PATIENCE_S = 5.0  # maximum seconds of a readiness check
 _RESTARTING = "a process is being restarted"
 
 
@@ -36,7 +36,7 @@ class ModelRegistry:
         return self.models.setdefault(name, ModelEntry(name))
 
     def remove_unused(self, model: ModelEntry) -> None:
-        """Remove a model without orders and statuses."""
+        """Remove a model that has neither orders nor statuses."""
         if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
             del self.models[model.name]
 
@@ -247,7 +247,7 @@ class ModelState(StrEnum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
-    ON_DEMAND = "ON_DEMAND"  # loaded by the first request
+    ON_DEMAND = "ON_DEMAND"  # the model is loaded by its first request
 
 
 class Status(NamedTuple):
@@ -310,7 +310,7 @@ def problems_of(model: ModelEntry) -> dict[str, str]:
 
 
 def progress(model: ModelEntry) -> str:
-    """Return the progress of a load: "loading", "ready", or "failed" and what is not logged."""
+    """Return the progress of a load: "loading", "ready", or "failed" with the unlogged reason."""
     problems = problems_of(model)
     if problems:
         logged = {number for number, outcome in model.outcomes.items() if outcome.logged}
@@ -338,7 +338,8 @@ def index_rows(
         ready: Whether only ready versions are listed.
     """
     problem = folder.problem if folder is not None else ""
-    if problem == IN_SEVERAL or not known:  # also if it serves: it cannot be loaded again
+    # Shown even if the model serves, because it cannot be loaded again.
+    if problem == IN_SEVERAL or not known:
         if ready:
             return []
         return [
@@ -362,7 +363,7 @@ def _row(name: str, version: str, status: Status) -> dict[str, Any]:
 
 
 class _Check(NamedTuple):
-    """A check in flight; the outcome is None if the worker has ended."""
+    """A check in flight; its outcome is None if the worker has ended."""
 
     number: int
     outcome: asyncio.Future[bool | None]

@@ -24,9 +24,10 @@ from shmserve.errors import InvalidArgument, clip, refused
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
-ENGINE_FILE = "engine.yaml"  # of a model that generates text
+ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
 _NAMED_CONFIGS = "configs"
-_OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")  # folders beside the versions
+# Folders beside the version folders, which belong to all versions.
+_OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")
 IN_SEVERAL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
@@ -34,7 +35,8 @@ _LFS = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}")
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _NO_MODEL = (".", "__", "lost+found")  # prefixes of folders that are not models
-_LARGEST_POINTER = 1024  # bytes of a file that Git LFS leaves in place of the real one
+# Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
+_LARGEST_POINTER = 1024
 _BYTECODE = ("__pycache__",)  # written when a model is loaded, and not a change of the model
 
 
@@ -62,7 +64,11 @@ class ModelFolder:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, version: int) -> list[str]:
-        """Return the names in a version's folder; raises InvalidArgument if it is unreadable."""
+        """Return the names of the files in a version's folder.
+
+        Raises:
+            InvalidArgument: The folder cannot be read.
+        """
         with refused(f"{self.name}/{version}"):
             return sorted(os.listdir(self.path / str(version)))
 
@@ -168,7 +174,7 @@ def config_in_version_folder(folder: ModelFolder) -> str:
 
 
 def missing_content(folder: ModelFolder, version: int) -> str:
-    """Return the error text for a file that is a pointer of Git LFS, or ""."""
+    """Return the error text if a version's file is only a pointer of Git LFS, or ""."""
     with os.scandir(folder.path / str(version)) as entries:
         files = sorted(each.path for each in entries if each.is_file())
     for path in files:
@@ -181,7 +187,7 @@ def missing_content(folder: ModelFolder, version: int) -> str:
 
 
 def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
-    """Carry out the repository agents of a configuration; return an error text, or ""."""
+    """Run the repository agents that a configuration names; return an error text, or ""."""
     for agent in config.model_repository_agents.agents:
         if agent.name != "checksum":
             return f"repository agent '{agent.name}' is not available, known is 'checksum'"
@@ -226,7 +232,7 @@ def ignored_folders(folder: ModelFolder) -> dict[str, str]:
 
 
 def no_version(folder: ModelFolder) -> str:
-    """Return the error text for a model without a version to load, with misnamed versions."""
+    """Return the error text for a model without a version to load; it names misnamed versions."""
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
@@ -321,8 +327,9 @@ def _subfolders(repository: Path) -> list[Path]:
 
 
 def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
-    """Return a folder as a model, or None if it has neither a model's name nor its contents."""
-    name = os.fsencode(path.name).decode(errors="replace")  # other bytes cannot be sent
+    """Return the model in a folder; None if the folder has no model's name or contents."""
+    # Bytes of a name that are not UTF-8 cannot be sent.
+    name = os.fsencode(path.name).decode(errors="replace")
     config_path = path / CONFIG_FILE
     try:
         versions = _versions(path)
@@ -381,7 +388,7 @@ def _lines(root: Path) -> Iterator[bytes]:
                 continue
             seen.add((status.st_dev, status.st_ino))
             children = os.listdir(folder)
-        except OSError:  # removed meanwhile; the next poll detects it
+        except OSError:  # removed in the meantime, which the next poll detects
             continue
         for name in sorted({*children} - {*_BYTECODE}):
             path = folder / name

@@ -39,12 +39,12 @@ class CarryOver:
     def __init__(self, send: Callable[[Any], None]) -> None:
         """Create empty counters; `send` sends a message to the scheduler."""
         self._send = send
-        self.snapshot: list[Any] = []  # in the format of SchedulerStart
+        self.snapshot: list[Any] = []  # the last snapshot, in the format of SchedulerStart
         self._base: dict[str, Any] = {}
         self._successor: CarryOver | None = None
 
     def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
-        """Store the scheduler's counters; keys that are missing have not changed."""
+        """Store the scheduler's counters; a missing key means that its value has not changed."""
         last = self.snapshot[0] if self.snapshot else {}
         self.snapshot = [{**last, **statistics}, metrics]
         self._update_successor()
@@ -77,7 +77,7 @@ class CarryOver:
 
 
 class VersionScheduler:
-    """The scheduler of a version; at most one scheduler serves at a time."""
+    """The scheduler of a model version; at most one scheduler serves at a time."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class VersionScheduler:
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
-        self.number = next(context.numbers)  # of the scheduler that serves, or of the first
+        self.number = next(context.numbers)  # number of the serving scheduler, or of the first one
         self._last: HostedHandle | None = None  # the scheduler that was started last
         self._serving: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
@@ -129,7 +129,10 @@ class VersionScheduler:
 
     @property
     def serving(self) -> HostedHandle:
-        """Return the scheduler at `endpoint`, alive or dead; requires that one has started."""
+        """Return the scheduler at `endpoint`, whether it runs or has exited.
+
+        A scheduler must have started.
+        """
         assert self._serving is not None
         return self._serving
 
@@ -154,7 +157,7 @@ class VersionScheduler:
             context.tickets.bind(hosted.address, id(self))
         await either(
             ready, hosted.closed, hosted.child.exited
-        )  # a scheduler receives no message before
+        )  # a scheduler receives no message before it is ready
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
@@ -163,10 +166,11 @@ class VersionScheduler:
             ended = hosted.child.exited
             reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
-        self.number = number  # its endpoints exist from now on
+        self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving = hosted
         self.counts.send_base()
-        context.cache_shares.send(id(self))  # it may have changed while the scheduler started
+        # The share may have changed while the scheduler started.
+        context.cache_shares.send(id(self))
         context.tracing.send_settings(hosted.address)
 
     def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:

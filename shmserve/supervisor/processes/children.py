@@ -44,21 +44,22 @@ _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A child process. `exited` resolves to the kind of its exit ("exit status 1", "signal 9").
+    """A child process of the supervisor.
 
-    The future is shared: a task that may be cancelled awaits `until_exit` instead.
+    `exited` resolves to the kind of its exit ("exit status 1", "signal 9"). The future is shared: a
+    task that may be cancelled awaits `until_exit` instead.
     """
 
     pid: int
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
-    cause: str = ""  # why the server kills it
-    stops: bool = False  # it was sent `Stop`, and has nothing in flight
+    cause: str = ""  # the reason why the server kills the process
+    stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
     def alive(self) -> bool:
-        """Return whether its exit has not been detected."""
+        """Return whether the process is not known to have exited."""
         return not self.exited.done()
 
     @property
@@ -73,11 +74,11 @@ class Child:
         return self.reason == f"signal {signal.SIGKILL.value}"
 
     async def until_exit(self) -> str:
-        """Wait for its exit and return the kind of it."""
+        """Wait until the process exits, and return the kind of its exit."""
         return await asyncio.shield(self.exited)
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal if it is alive."""
+        """Send a signal to the process if it is alive."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
@@ -118,12 +119,12 @@ class ProcessTable:
         self._children[pid] = child
         self._on_start(child)
         if pid in self._early_exits:
-            # Its caller receives the child first, and the exit afterwards.
+            # Deferred, so that the caller receives the child before its exit.
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
     def remembers(self, pid: int) -> bool:
-        """Return whether a peer may remember an exited process with this pid."""
+        """Return whether peers may still remember an exited process with this pid."""
         return pid in self._reserved_pids
 
     @contextlib.contextmanager
@@ -169,7 +170,7 @@ class ProcessTable:
         for on_exit in self._watching:
             try:
                 on_exit(child)
-            except Exception:  # other processes may have exited, too
+            except Exception:  # any exception, because other processes may have exited, too
                 logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
@@ -185,7 +186,9 @@ class ProcessTable:
 
     def _kill_stopped(self, child: Child) -> None:
         timer = child.stop_timer
-        self._reap()  # this loop may have been stopped itself
+        # If this loop was itself stopped, the child may have continued since; its status is read
+        # first.
+        self._reap()
         if child.stop_timer is timer:
             child.cause = f"it was stopped for {STOPPED_LIMIT_S} s"
             child.kill()
@@ -209,12 +212,15 @@ class ProcessTable:
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
-_MOST_OF_THE_USEFUL = 4  # deaths in a row that count after useful work
+_MOST_OF_THE_USEFUL = 4  # number of consecutive deaths that remain counted after useful work
 
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """The number of deaths in a row. A life of more than 30 seconds resets it."""
+    """The pauses before restarts, by the number of consecutive deaths.
+
+    A lifetime of more than 30 seconds resets the number.
+    """
 
     deaths: int = 0
 
@@ -233,9 +239,10 @@ class RestartBackoff:
 
 
 _MOST_FAILED_STARTS = 3
-_PAUSE_S = 0.2  # before a restart
+_PAUSE_S = 0.2  # seconds before a restart
 _RETRY_S = 1.0
-_MOST_REQUESTS = 64  # in flight at a zygote: the socket's buffer is bounded
+# Maximum requests in flight at a zygote, because the socket's buffer is bounded.
+_MOST_REQUESTS = 64
 
 _WORKER = "shmserve.workers.main"
 _TORCH = ("torch", "shmserve.workers.device:preload_operations")
@@ -283,7 +290,7 @@ def _link() -> tuple[socket.socket, socket.socket]:
 
 @dataclass(eq=False)
 class Zygote:
-    """The client of a zygote and its spare.
+    """The supervisor's client of a zygote process and of its spare.
 
     A zygote forks its spare once its imports are done. When the zygote dies, the spare takes over
     and forks the next spare. Without a spare, the zygote is restarted. The forked processes
@@ -302,7 +309,7 @@ class Zygote:
         self._slots = asyncio.Semaphore(_MOST_REQUESTS)
         self._serving: _Process | None = None
         self._spare: _Process | None = None
-        self._backoff = RestartBackoff()  # of spares
+        self._backoff = RestartBackoff()  # the backoff of spares
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -328,7 +335,7 @@ class Zygote:
         self._serve(_Process(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _Process) -> None:
-        """Send further requests to this process."""
+        """Use this process for further requests."""
         self._serving = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read)
@@ -376,7 +383,7 @@ class Zygote:
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None or waiter.done():
-                if pid > 0:  # its caller was cancelled, so nothing else refers to it
+                if pid > 0:  # the caller was cancelled, so nothing else refers to this process
                     _kill(pid)
             elif pid > 0:
                 waiter.set_result(pid)
@@ -403,7 +410,7 @@ class Zygote:
             if not waiter.done():
                 waiter.set_result(0)
         self._waiting.clear()
-        if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
+        if self._failed_starts == _MOST_FAILED_STARTS:  # the installation is probably broken
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
             self._ready.exception()  # avoids asyncio's warning if nothing waits
         elif spare is None:
@@ -485,7 +492,7 @@ class Zygote:
                 _kill(pid)
                 continue
             await zygote.until_exit()
-            await asyncio.sleep(0)  # `_on_exit` runs first
+            await asyncio.sleep(0)  # yields to the loop, so that `_on_exit` runs first
         raise Unavailable("the server is stopping")
 
     async def _forked(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
@@ -580,7 +587,7 @@ def _with_imported(file: Path) -> set[Path]:
 def _imports_torch(source: Path) -> bool:
     """Return whether a Python file names a package that imports torch, in any import."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # running the file repeats them
+        with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
             return not _TORCH_PACKAGES.isdisjoint(_imported(source))
     except (OSError, SyntaxError, ValueError):  # loading the model reports the error
         return False

@@ -49,8 +49,8 @@ _MAY_SEND = {
 }
 _HOSTED = (b"scheduler", b"ensemble")
 _MOST_UNKNOWN = 64
-_MOST_EARLY = 4  # for each address
-_MOST_READS = 64  # at once, since a peer may never stop sending
+_MOST_EARLY = 4  # maximum early messages queued for each address
+_MOST_READS = 64  # maximum messages read at once, since a peer may never stop sending
 
 
 class SchedulerAddress(NamedTuple):
@@ -89,7 +89,7 @@ class Acknowledgements:
         return number
 
     def acknowledged(self, peer: Hashable, number: int) -> None:
-        """Record that `peer` has acknowledged a change, or is not expected to any more."""
+        """Record that `peer` has acknowledged a change, or no longer has to."""
         missing = self._missing.get(number, set())
         missing.discard(peer)
         if not missing and self._missing.pop(number, None) is not None:
@@ -121,11 +121,11 @@ class _Peer:
 
 
 class ControlSocket:
-    """A router of messages in the event loop.
+    """The supervisor's socket for messages with its processes, in the event loop.
 
     The identity of a process is "role.....pid", that of a scheduler "role.number.pid". The role of
-    an enrolled address decides which messages it may send, since a model's code can connect, too.
-    A process may send messages shortly before it is enrolled; these wait in a short queue.
+    an enrolled address decides which messages it may send, since a model's code can connect, too. A
+    process may send messages shortly before it is enrolled; these wait in a short queue.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -219,7 +219,7 @@ class ControlSocket:
 
     def _take(self, address: Address, identity: bytes, message: Any) -> None:
         peer = self._enrolled.get(address)
-        if peer is None:  # it exited meanwhile
+        if peer is None:  # the process exited in the meantime
             return
         self._identities[address] = identity
         try:
@@ -297,7 +297,7 @@ _FIRST_MESSAGES = Started | WorkerStarted
 
 @dataclass(slots=True, eq=False)
 class LogControl:
-    """The log settings of the server, which every process has."""
+    """The log settings of the server, which are sent to every process."""
 
     _control: ControlSocket
     settings: LogSettings

@@ -31,9 +31,10 @@ class Group(NamedTuple):
 
 
 class HostedHandle:
-    """A scheduler for the model `name` in a host process.
+    """The supervisor's handle of a scheduler for the model `name` in a host process.
 
-    `closed` resolves when the process hosts it no longer, with the reason if it was never opened.
+    `closed` resolves when the process no longer hosts the scheduler, with the reason if the
+    scheduler was never opened.
     """
 
     def __init__(self, host: _Host, name: str, number: int) -> None:
@@ -57,7 +58,7 @@ class _Host:
         self.names: frozenset[str] = frozenset()
         self.hosted: dict[int, HostedHandle] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.pending_opens = 0  # callers that are about to open a scheduler
+        self.pending_opens = 0  # number of callers that are about to open a scheduler
 
 
 class SchedulerHosts:

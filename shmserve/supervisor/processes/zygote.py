@@ -63,7 +63,7 @@ def encode_request(number: int, entry: str, start: bytes) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Preload, then fork on request.
+    """Run a zygote: preload, then fork processes on request.
 
     Args:
         argv: SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE PRELOAD... A preload is a module to
@@ -149,7 +149,8 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
                 return socket.socket(fileno=fds[1])
             os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
-        failure = status if status >= 0 else errno.EAGAIN  # possibly killed before its report
+        # The intermediate process may have been killed before its report.
+        failure = status if status >= 0 else errno.EAGAIN
     for fd in fds[1:]:
         os.close(fd)
     if failure:

@@ -1,4 +1,4 @@
-"""The objects behind regions, which are opened and closed within the access policy and quotas.
+"""The opener of the objects behind regions, within the access policy and quotas.
 
 The quotas limit regions per user and in total, pages that the server allocates, and pinned memory.
 A page of a shared memory object is charged to the process that touches it first. The server
@@ -50,15 +50,19 @@ _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The use of the limits of a policy. Sizes are in bytes; `cuda`: memory can be pinned."""
+    """The current use of a policy's limits, in bytes.
+
+    `cuda`: memory can be pinned.
+    """
 
     def __init__(self, policy: ShmPolicy, cuda: bool = False) -> None:
         self.policy = policy
         self._cuda = cuda
         self._pinned = 0
-        self._regions: Counter[int] = Counter()  # by uid
+        self._regions: Counter[int] = Counter()  # number of regions by user id
         self._bytes: Counter[int] = Counter()
-        self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
+        # Number of regions by (device, inode) of their object.
+        self._held: Counter[tuple[int, int]] = Counter()
         # (device, inode) -> key, bytes
         self._allocated: dict[tuple[int, int], tuple[str, int]] = {}
 
@@ -84,7 +88,7 @@ class RegionQuota:
             if byte_size > most - size:
                 raise InvalidArgument(
                     f"a region of {byte_size} bytes is too large: {size} of the {most} bytes that "
-                    f"can be registered are ({flag})"
+                    f"can be registered are in use ({flag})"
                 )
         self._regions[uid] += 1
         self._bytes[uid] += byte_size
@@ -123,7 +127,7 @@ class RegionQuota:
             self._allocated[file] = (key, before + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
-        """Refund bytes that were charged last and not allocated."""
+        """Refund bytes that were charged but not allocated."""
         key, charged = self._allocated.get(file, ("", 0))
         if charged > byte_size:
             self._allocated[file] = (key, charged - byte_size)
@@ -161,7 +165,7 @@ class RegionQuota:
         if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
             raise InvalidArgument(
                 f"{byte_size} bytes cannot be pinned: {self._pinned} of the {most} bytes that a "
-                "process may lock are (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
         self._pinned += byte_size
 
@@ -254,42 +258,26 @@ class RegionOpener:
             undone.callback(os.close, shared.fd)
             owner = self._owner(peer, key, shared)
             number = secrets.randbits(62)
-            region = self._admit(
-                OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin), shared
-            )
+            region = OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin)
+            self._admit(region, shared)
             undone.callback(self._release, region)
-            await self._reserve(name, key, shared, offset, byte_size)
+            await self._reserve(region, shared)
             region.blocks = os.fstat(shared.fd).st_blocks
             undone.pop_all()
         return region
 
-    def reopen(
-        self,
-        fd: int,
-        owner: Ownership,
-        *,
-        name: str,
-        key: str,
-        offset: int,
-        byte_size: int,
-        pinned: bool,
-    ) -> OpenRegion:
-        """Open the object that a previous server registered. The region owns its descriptor."""
+    def readmit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+        """Count a region that a previous server registered, whose object is open."""
         self._refuse_if_disabled()
-        shared = posix_shm.described(fd)
-        number, blocks = secrets.randbits(62), os.fstat(fd).st_blocks
-        location = (shared, offset, byte_size)
-        region = OpenRegion(name, key, number, *location, owner, blocks=blocks, pinned=pinned)
-        return self._admit(region, shared)
+        self._admit(region, shared)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
         group = self._quota.policy.group
         return ownership(peer, key, shared.uid, shared.gid, shared.mode, group)
 
-    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> OpenRegion:
+    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
         self._count(region, copied=region.owner.copied)
-        return region
 
     def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
         """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
@@ -308,15 +296,15 @@ class RegionOpener:
         file = None if region.shared is None else region.shared.file
         self._quota.release(region.owner.uid, region.byte_size, file)
 
-    async def _reserve(
-        self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
-    ) -> None:
-        missing = posix_shm.unallocated(shared, byte_size)
-        self._quota.charge(key, shared.file, missing)
+    async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+        missing = posix_shm.unallocated(shared, region.byte_size)
+        self._quota.charge(region.key, shared.file, missing)
         taken = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
-            taken = await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
+            taken = await asyncio.to_thread(
+                posix_shm.reserve, region.name, shared, region.offset, region.byte_size
+            )
         finally:
             self._quota.refund(shared.file, missing - min(taken, missing))
 
@@ -331,7 +319,7 @@ class RegionOpener:
         exporter_pid: int,
         on_exporter_exit: Callable[[OpenRegion], None],
     ) -> OpenRegion:
-        """Return the region [offset, offset + byte_size) of what a checked handle opens.
+        """Return the region [offset, offset + byte_size) of the allocation of a checked handle.
 
         `on_exporter_exit(region)` is called when the process `exporter_pid` exits (0: unknown).
         """
@@ -358,7 +346,10 @@ class RegionOpener:
         pin: bool,
         sealed: bool,
     ) -> OpenRegion:
-        """Return the region of a local client's memory, without an id, and own its descriptor."""
+        """Return the region of a local client's memory, which owns the descriptor.
+
+        The region has no id yet.
+        """
         self._refuse_if_disabled()
         owner = self._owner(peer, MEMFD_KEY, shared)
         if sealed:  # the memory cannot be truncated, so it is mapped

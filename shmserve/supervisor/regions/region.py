@@ -32,7 +32,7 @@ from shmserve.supervisor.host.service_manager import ServiceManager
 logger = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_LONGEST = 1 << 20  # bytes of a description
+_LONGEST = 1 << 20  # maximum bytes of a description
 KEEP, DROP = "keep", "drop"
 _DESCRIBED = ("name", "key", "offset", "byte_size", "pinned")
 
@@ -56,14 +56,14 @@ class ExporterWatch:
 
     def close(self) -> None:
         """Stop watching."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.remove_reader(self._fd)
         os.close(self._fd)
 
 
 @dataclass(slots=True, eq=False)
 class OpenRegion:
-    """One generation of a name: the bytes [offset, offset + byte_size) of an object.
+    """One generation of a region's name: the bytes [offset, offset + byte_size) of an object.
 
     System memory has a `key` and is open as `shared`. CUDA memory has a handle.
     """
@@ -115,7 +115,7 @@ class OpenRegion:
         )
 
     def registered(self) -> RegionRegistered:
-        """Return the event of the registration."""
+        """Return the event that reports the region's registration."""
         device = -1 if self.cuda is None else self.cuda.device
         return RegionRegistered(
             self.name, self.key, self.offset, self.byte_size, self.owner.uid, device
@@ -132,6 +132,9 @@ class OpenRegion:
             os.close(self.shared.fd)
         if self.exporter is not None:
             self.exporter.close()
+
+
+Admission = Callable[[OpenRegion, posix_shm.SharedObject], None]
 
 
 class KeptRegions:
@@ -161,7 +164,7 @@ class KeptRegions:
                 self._other.ask(KEEP, region.kept_as, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
-        """Drop the registration of an unregistered region."""
+        """Remove the kept registration of an unregistered region."""
         if region.kept_as:
             self._manager.drop(region.kept_as)
             if self._other is not None:
@@ -174,18 +177,16 @@ class KeptRegions:
         if self._other is not None:
             await self._other.until_done()
 
-    def restore(
-        self, given: dict[str, list[int]], reopen: Callable[..., OpenRegion]
-    ) -> Iterator[OpenRegion]:
+    def restore(self, given: dict[str, list[int]], admit: Admission) -> Iterator[OpenRegion]:
         """Yield the regions of kept registrations, open. Invalid registrations are dropped.
 
         Args:
             given: The two descriptors of each registration.
-            reopen: `RegionOpener.reopen`.
+            admit: `RegionOpener.readmit`.
         """
         for name, fds in given.items():
             try:
-                region = _reopened(fds, reopen)
+                region = _reopened(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning(
                     "a registration of the previous server cannot be restored: %s", error
@@ -210,12 +211,19 @@ def _description(region: OpenRegion) -> Iterator[int]:
         os.close(fd)
 
 
-def _reopened(fds: list[int], reopen: Callable[..., OpenRegion]) -> OpenRegion:
+def _reopened(fds: list[int], admit: Admission) -> OpenRegion:
     sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(sealed) != [False, True]:
         raise ValueError("not an object and its description")
-    description, shared = fds[sealed.index(True)], fds[sealed.index(False)]
+    description, shared = fds[sealed.index(True)], posix_shm.described(fds[sealed.index(False)])
     fields = json.loads(os.pread(description, _LONGEST, 0))
-    region = reopen(shared, Ownership(**fields.pop("owner")), **fields)
+    region = OpenRegion(
+        memory_id=secrets.randbits(62),
+        shared=shared,
+        owner=Ownership(**fields.pop("owner")),
+        blocks=os.fstat(shared.fd).st_blocks,
+        **fields,
+    )
+    admit(region, shared)
     os.close(description)
     return region

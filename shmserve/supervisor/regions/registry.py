@@ -52,7 +52,7 @@ _REMOVED = "the object behind its name was removed"
 
 
 class Processes(Protocol):
-    """The part of the control socket that reaches gateways and workers by role."""
+    """The part of the control socket by which gateways and workers are reached."""
 
     def publish(self, make: Callable[[int], Any], *roles: str) -> Awaitable[None]:
         """Send `make(number)`, and wait until each live process has acknowledged it."""
@@ -152,7 +152,10 @@ class DrainingRegions:
 
 
 class RegionRegistry:
-    """The active regions by name. `publish_event` publishes to subscribers of events."""
+    """The active regions by name.
+
+    `publish_event` publishes an event to the subscribers of events.
+    """
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ class RegionRegistry:
 
     def restore(self, given: dict[str, list[int]]) -> None:
         """Restore the registrations of a previous server, before gateways start."""
-        for region in self._kept.restore(given, self._opener.reopen):
+        for region in self._kept.restore(given, self._opener.readmit):
             self._active[region.name] = region
         if given:
             logger.info(
@@ -191,11 +194,11 @@ class RegionRegistry:
                     if region.kept_as == kept_as:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
-                for region in self._kept.restore({kept_as: fds}, self._opener.reopen):
+                for region in self._kept.restore({kept_as: fds}, self._opener.readmit):
                     if existing := self._active.get(region.name):
                         existing.kept_as = max(
                             existing.kept_as, kept_as
-                        )  # as the other server does
+                        )  # the other server of the handover does the same
                         self._opener.close(region)
                     else:
                         await self._activate(region)

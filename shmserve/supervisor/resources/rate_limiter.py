@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 PATIENCE = 64
-GLOBAL = -1  # the device of a global resource
+GLOBAL = -1  # stands for the device of a global resource
 
-Resource = tuple[str, int]  # a name, and the device or GLOBAL
+Resource = tuple[str, int]  # the name of a resource, and its device or GLOBAL
 
 
 class Needs(NamedTuple):
@@ -67,7 +67,7 @@ class _Instance:
 
     @property
     def score(self) -> int:
-        """Return the rank by executions, smallest first."""
+        """Return the product of executions and priority; the smallest is granted first."""
         return self.executions * self.needs.priority
 
 
@@ -77,21 +77,22 @@ class _Waiting:
     ticket: Hashable
     instance: _Instance
     number: int
-    overtaken: int = 0  # grants of its resources to other instances
+    overtaken: int = 0  # number of grants of its resources to other instances
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Return the order of grants, smallest first."""
+        """Return the key by which waiting requests are granted, smallest first."""
         return self.overtaken < PATIENCE, self.instance.score, self.number
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
     instances: dict[int, _Instance] = field(default_factory=dict)
-    held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
+    # The instances that hold a ticket, by ticket.
+    held: dict[Hashable, _Instance] = field(default_factory=dict)
 
 
-GrantedTicket = tuple[Hashable, Hashable]  # a member, and its ticket
+GrantedTicket = tuple[Hashable, Hashable]  # a member, and the ticket granted to it
 
 
 class RateLimiter:
@@ -377,7 +378,7 @@ class Tickets:
 
 
 class CacheShares:
-    """The equal shares of the response cache's `byte_size` (0: no cache) that its members have.
+    """The equal shares of the response cache's `byte_size` (0: no cache) that model versions have.
 
     Each scheduler keeps its own entries, so that no process can access another model's memory. Only
     the bound is shared, and it changes whenever a version with a cache joins or leaves.

@@ -158,7 +158,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
         ("heading", "Newest events"),
         ("columnheader", "p99 ms"),
         ("rowheader", "simple"),
-        ("button", "What hurts first"),
+        ("button", "Problems first"),
     ):
         assert any(
             role == wanted_part[0] and name.startswith(wanted_part[1]) for role, name in names
@@ -346,6 +346,17 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             assert page.run(answer).startswith("200, "), page.run(answer)
             done = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
             assert b'"error"' not in done.stdout and name.encode() in done.stdout, done.stdout
+        with server.http() as http:
+            offered = http.get("/docs/models").ok().json()
+        paths: dict[str, list[str]] = {name: [] for name in names}
+        for example in offered:
+            paths[example["model"]].append(example["path"])
+        assert paths["tiny"] == ["/v1/completions", "/v1/chat/completions"]
+        assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
+        found = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
+        (line,) = [each for each in page.run(found) if "/v1/embeddings" in each]
+        done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+        assert json.loads(done.stdout)["object"] == "list"
 
 
 @needs_chromium

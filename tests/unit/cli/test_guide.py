@@ -74,6 +74,17 @@ FINDS = {
     **{
         name: name for name in ("debug", "camera", "troubleshooting", "sequences", "perf", "faults")
     },
+    **dict.fromkeys(("port", "arm", "macOS", "requirements"), "deployment"),
+    **dict.fromkeys(("upload", "base64", "Rust"), "clients"),
+    **dict.fromkeys(("ulimit", "cold start", "address already in use"), "troubleshooting"),
+    **dict.fromkeys(("tracing", "logs"), "observability"),
+    **dict.fromkeys(("embeddings", "reasoning"), "generation"),
+    **dict.fromkeys(("authentication", "DNS rebinding"), "security"),
+    "GPU": "gpu",
+    "slow": "debug",
+    "video": "camera",
+    "benchmark": "measurements",
+    "multi-GPU": "instances",
     "pytest": "testing",
     "crash": "faults",
     "padding": "shapes",
@@ -86,6 +97,20 @@ def test_a_search_lists_the_best_page_early(words: str, capsys: pytest.CaptureFi
     assert cli.main(["guide", "--search", words]) == 0
     shown = re.findall(r"^shmserve guide (\S+)", capsys.readouterr().out, re.MULTILINE)
     assert FINDS[words] in shown[:3]
+
+
+def test_a_comment_of_a_code_block_is_not_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of `shmserve tune` in the guide begins with `#`."""
+    assert cli.main(["guide", "--search", "within", "30", "ms"]) == 0
+    assert "shmserve guide tune   slow, p99 within" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["out of memory"], ["out", "of", "memory"]])
+def test_words_may_be_one_argument_or_several(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["guide", "--search", *words]) == 0
+    assert capsys.readouterr().out.startswith("shmserve guide troubleshooting ")
 
 
 def test_a_search_without_a_result_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,8 +92,7 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
 
 
 def test_the_schema_is_tritons() -> None:
-    recorded = DATA.joinpath("triton_model_config.descriptor").read_text()  # from tritonclient
-    theirs = load(recorded)
+    theirs = load(DATA / "triton_model_config.binpb")  # from tritonclient
 
     def shape(message: Any) -> Any:
         fields = {
