@@ -537,7 +537,9 @@ class OpenAIDoor(HttpDoor):
 
 def _value(tensor: InputTensor) -> Any:
     if tensor.part is not None:
-        raise InvalidArgument("generate_stream takes no shared memory: use grpc, or --run-dir")
+        raise InvalidArgument(
+            "generate_stream does not support shared memory; use gRPC, or --run-dir"
+        )
     flat = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))
     while isinstance(flat, list) and len(flat) == 1:
         flat = flat[0]
