@@ -162,7 +162,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         if "--help" in rest or "-h" in rest:
             return "", None
         found = f", not '{rest[0]}'" if rest else ""
-        raise InvalidArgument(f"client: a verb is needed: {', '.join(VERBS)}{found}")
+        raise InvalidArgument(f"client: a verb is required: {', '.join(VERBS)}{found}")
     rest.remove(name)
     parser = _Parser(
         prog=f"shmserve client {name}",

@@ -98,7 +98,9 @@ def items(found: ModelInterface, given: Given) -> list[Item]:
         InvalidArgument: The data does not fit the model, or a file is invalid.
     """
     if given.batch > 1 and not found.batches:
-        raise InvalidArgument(f"--batch: {given.batch} rows, but the model takes no batches")
+        raise InvalidArgument(
+            f"--batch: {given.batch} rows, but the model does not support batches"
+        )
     shapes = dict(_shape(text, found) for text in given.shapes)
     fixed = dict(_value(text, found) for text in given.values)
     maker = _Maker(found, given, shapes)

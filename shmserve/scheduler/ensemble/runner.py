@@ -68,7 +68,15 @@ class StepRunner:
 
     def take(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
-        self.schedulers.take(endpoint, message)
+        step = None
+        if type(message) is Finished:
+            step = self.schedulers.take_finished(endpoint, message)
+        if step is None:
+            self.schedulers.take(endpoint, message)
+        else:
+            self._requests.touched[step.request] = None
+            self._respond(step, message, now_ns)  # type: ignore[arg-type]
+            self._end(step, now_ns)
         if self._messages.events:
             self._handle_events(now_ns)
 

@@ -165,7 +165,7 @@ class RegionQuota:
         if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
             raise InvalidArgument(
                 f"{byte_size} bytes cannot be pinned: {self._pinned} of the {most} bytes that a "
-                "process may lock are (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
         self._pinned += byte_size
 

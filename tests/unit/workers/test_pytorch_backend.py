@@ -607,7 +607,7 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
             "unexpected shape for inference output 'y' for model 'm'. Expected [2,1], got [1,1].",
             "inference output 'y' is a str, not a tensor",
             "inference output 'y' has the datatype torch.complex64",
-            "model 'm' returned 0 output(s), so there is none for 'y'",
+            "model 'm' returned 0 output(s), but not 'y'",
         )
     ):
         (reply,) = worker.batch(inference(tensor("x", np.full((2, 1), case, F32))))

@@ -175,8 +175,7 @@ class ResultBinding:
         ]
         if lost:
             raise Internal(
-                f"model '{self._model}' returned {len(values)} output(s), so there is none for "
-                f"{_list(lost)}"
+                f"model '{self._model}' returned {len(values)} output(s), but not {_list(lost)}"
             )
         return {name: values[at] for name, at in zip(self._outputs, self._positions, strict=True)}
 

@@ -71,8 +71,8 @@ def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
     only = only_generative_model(gateway, unloaded)
     if not only:
         raise NotFound(
-            f"'{name}' is the name of the only model that generates text, but there is not "
-            f"exactly one; set --served-model-name=MODEL={name}"
+            f"'{name}' requires exactly one model that generates text, but there are none or "
+            f"several; set --served-model-name=MODEL={name}"
         )
     return only
 

@@ -306,6 +306,7 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str,
     if isinstance(extra, dict):
         settings |= extra
         extra = []
+    settings |= settings.get("model_specific_special_tokens") or {}
     named = {_content(each): each for each in (*map(settings.get, _special(settings)), *extra)}
     listed = tokenizer.get_added_tokens_decoder()
     by_text = {each.content: each for each in listed.values()}

@@ -94,6 +94,9 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "extra tokens": {SETTINGS: {"additional_special_tokens": ["<x>", "<|user|>", "fox"]}},
     "extra tokens of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>", "fox"]}},
     "extra named tokens": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"}}},
+    "named tokens of a model": {
+        SETTINGS: {"model_specific_special_tokens": {"image_token": "<img>"}}
+    },
     "own named token": {SETTINGS: {"image_token": "<img>"}},
     "added_tokens_decoder": {
         SETTINGS: {
@@ -434,6 +437,20 @@ def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
         "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
     )
     assert ChatTemplate({"default": template}, {}).render({"messages": MESSAGES}) == "the foxé"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
+        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
+        ("{{ '-' if messages[0].content is none else messages[0].content }}|", "|"),
+    ],
+)
+def test_a_missing_content_beside_calls_is_empty_as_in_vllm(template: str, text: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
 
 
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
