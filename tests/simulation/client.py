@@ -137,7 +137,6 @@ class Client(Process):
         return [link for _, link in self._links.links.values()]
 
     def take(self, messages: list[Any]) -> None:
-        """What the supervisor says."""
         for message in messages:
             match message:
                 case publications.ModelPublished():

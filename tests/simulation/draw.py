@@ -11,7 +11,6 @@ from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
 
 def draw_models(random: Random) -> list[Model]:
-    """One to three models of different kinds."""
     kinds = random.sample(list(_DRAWN), random.randint(1, 3))
     models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:

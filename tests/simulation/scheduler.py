@@ -119,7 +119,6 @@ class SchedulerProcess(Process):
         return SchedulerAddress(self.pid, self._number)
 
     def die(self) -> None:
-        """It is closed, and leaves its process."""
         super().die()
         self.host.schedulers.remove(self)
         self.host.neighbours.remove(self.endpoint)

@@ -270,7 +270,6 @@ class Supervisor(Process):
     def _drain_former(
         self, version: Version, workers: list[Worker], then: Callable[..., None]
     ) -> None:
-        """As far as it can be drained with these workers."""
         version.drained = False
         self.tell(version.former, supervision.Drain())
         self._await_drained(version, workers, then)

@@ -62,7 +62,6 @@ def pieces(packed: bytes) -> list[Piece]:
 
 @functools.lru_cache(1 << 14)
 def asked(content: bytes) -> Asked:
-    """What a request with this input asks for."""
     draw = Random(content)
     prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
     if draw.random() < 0.5:
@@ -84,7 +83,6 @@ def asked(content: bytes) -> Asked:
 
 @functools.lru_cache(1 << 14)
 def texts(content: bytes) -> list[tuple[list[int], str]]:
-    """What its samples come to."""
     wanted = asked(content)
     if wanted.search is not None:
         generation: Generation[None] = Generation(

@@ -86,7 +86,6 @@ def garbage() -> Iterator[bytes]:
 
 
 def sockets(server: Server) -> list[Path]:
-    """All unix sockets of a server that are of streams."""
     found = {path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
     assert {"control", "handover"} < {path.name for path in found}
     return sorted(found - {server.run_dir / "handover"})

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     """Ten minutes in the server: what happened before a page was opened is in its charts."""
     with watched.asked(server):
         until("all are asked", lambda: answered(server, "simple") > 8)
-        time.sleep(3 * HISTORY_EVERY_S)
+        until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
     with Feed(server.metrics_port) as feed:
         history = feed.next()["history"]
         assert "history" not in feed.next()
@@ -189,6 +188,13 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     assert page.run(f"{axis}.firstChild.textContent === clock(asOf)")
     marks = page.run(f"[...{axis}.querySelectorAll('i')].map(mark => mark.textContent)")
     assert len(marks) >= 3 and all(re.fullmatch(r"\d\d:\d[02468]", mark) for mark in marks)
+
+
+def has_history(server: Server, version: str) -> bool:
+    with Feed(server.metrics_port) as feed:
+        history = feed.next()["history"]
+    points = history["models"].get(version, [])
+    return len(history["at"]) >= 2 and any(point and point[0] > 0 for point in points[:-1])
 
 
 @needs_chromium

@@ -138,7 +138,6 @@ class SimulatedAudience:
             self.acknowledgements.exited(key)
 
     def gateway_leaves(self) -> None:
-        """One of them, whatever it has not heard."""
         keys = [key for key, peer in self._peers.items() if peer.ensemble is None]
         if keys:
             self._world.fault("gateway leaves")

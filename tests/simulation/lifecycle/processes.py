@@ -115,7 +115,6 @@ class SimulatedProcesses:
         await future
 
     def die(self, child: SimulatedChild, reason: str) -> None:
-        """It ends, and all hear of it."""
         if not child.alive:
             return
         self.world.note("ends", child, reason)
@@ -135,7 +134,6 @@ class SimulatedProcesses:
                 handler(message)
 
     def withdraw(self, address: Address) -> None:
-        """Nothing more is said."""
         self._handlers.pop(address, None)
         self.audience.left(address)
 
@@ -245,7 +243,6 @@ class SimulatedProcesses:
     # --- what happens
 
     def worker_dies(self) -> None:
-        """One of them, whatever it is about."""
         if self.workers:
             child = self.world.random.choice(self.workers)
             self.world.fault("worker dies", child)

@@ -152,7 +152,6 @@ def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """What the model runs on."""
     made = FakeDevice()
     monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: made)
     return made

@@ -31,14 +31,11 @@ DEVICE = "cuda:1"
 
 
 def memory_of(number: int) -> Memory:
-    """What the holder with this number as its pid has."""
     handle = CudaHandle(number.to_bytes(64, "big"), 1, bytes(16))
     return Memory.on_device(number, 2 * MB, handle, number)
 
 
 class Told:
-    """What processes were told."""
-
     def __init__(self) -> None:
         self.messages: list[tuple[int, Any]] = []
 

@@ -45,7 +45,6 @@ class Llm:
         self.open: dict[int, int] = {}
 
     def receive(self) -> list[Any]:
-        """What it was sent by now."""
         posted = self.rig.workers.take()
         self.rig.workers.posted = [each for each in posted if each[0] != self.peer]
         self.inbox += [message for peer, message in posted if peer == self.peer]

@@ -23,7 +23,6 @@ STRATEGIES = ["direct", "oldest"]
 
 @pytest.fixture(params=STRATEGIES)
 def rig(request: pytest.FixtureRequest) -> SequenceRig:
-    """One instance with two slots."""
     return SequenceRig(request.param)
 
 
