@@ -273,7 +273,7 @@ class LifecycleOracles:
         audience = self._executor.audience
         for gateway in audience.gateways:
             if (
-                version not in map(audience.by_endpoint.get, gateway.heard)
+                version not in map(audience.by_endpoint.get, gateway.known_endpoints)
                 and gateway.came < audience.first[version]
             ):
                 self.broke(f"3: {version} takes over, and a gateway does not know it")

@@ -142,13 +142,13 @@ class SimulatedProcesses:
         if child is None or address not in self._handlers:
             return
         if isinstance(message, ModelPublished):
-            self.audience.tell(address, message)
+            self.audience.deliver(address, message)
             return
         world = self.world
         if isinstance(message, m.Stop):
             child.to_end |= address == child.pid
         child.busy_until_ns = max(child.busy_until_ns, world.now_ns) + draw_lag(world) // 10
-        world.after(child.busy_until_ns - world.now_ns, self._hear, child, address, message)
+        world.after(child.busy_until_ns - world.now_ns, self._receive, child, address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody listens."""
@@ -168,7 +168,7 @@ class SimulatedProcesses:
         elif address == pid_of(address):
             self._early.setdefault(address, []).append(message)
 
-    def _hear(self, child: SimulatedChild, address: Address, message: Any) -> None:
+    def _receive(self, child: SimulatedChild, address: Address, message: Any) -> None:
         if not child.alive:
             return
         if isinstance(address, SchedulerAddress):
