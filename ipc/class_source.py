@@ -53,17 +53,17 @@ def served_class(text: str) -> str:
     classes = _top_classes(tree)
     used = {name for each in classes.values() for name in _used_names(each)}
     leaves = [name for name in classes if name not in used]
-    found = [name for name in leaves if _has_predict(text, name)]
-    if len(found) > 1 and USUAL_CLASS not in found:
+    matches = [name for name in leaves if _has_predict(text, name)]
+    if len(matches) > 1 and USUAL_CLASS not in matches:
         raise InvalidArgument(
-            f"the classes {', '.join(found)} have a method 'predict': name one in config.pbtxt, "
-            f'parameters {{ key: "class" value {{ string_value: "{found[0]}" }} }}'
+            f"the classes {', '.join(matches)} have a method 'predict': name one in config.pbtxt, "
+            f'parameters {{ key: "class" value {{ string_value: "{matches[0]}" }} }}'
         )
-    if len(found) != 1 and USUAL_CLASS in names:
+    if len(matches) != 1 and USUAL_CLASS in names:
         return USUAL_CLASS
-    if not found and "*" not in names:  # `*` may import a TritonPythonModel
-        found = [name for name in leaves if _bases(classes[name]) - _HELPERS]
-    return found[0] if len(found) == 1 else ""
+    if not matches and "*" not in names:  # `*` may import a TritonPythonModel
+        matches = [name for name in leaves if _bases(classes[name]) - _HELPERS]
+    return matches[0] if len(matches) == 1 else ""
 
 
 def _bound_name(node: ast.AST) -> str:
@@ -76,9 +76,9 @@ def _bound_name(node: ast.AST) -> str:
     return ""
 
 
-def _used_names(found: ast.ClassDef) -> set[str]:
-    names = {node.id for node in ast.walk(found) if isinstance(node, ast.Name)}
-    return names - {found.name}
+def _used_names(class_def: ast.ClassDef) -> set[str]:
+    names = {node.id for node in ast.walk(class_def) if isinstance(node, ast.Name)}
+    return names - {class_def.name}
 
 
 def _bases(node: ast.ClassDef) -> set[str]:
@@ -137,8 +137,8 @@ def _classes(text: str, class_name: str) -> Iterator[ast.ClassDef]:
             waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
 
 
-def _members(found: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for node in found.body:
+def _members(class_def: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for node in class_def.body:
         match node:
             case ast.FunctionDef(name=name, args=args) | ast.AsyncFunctionDef(name=name, args=args):
                 yield name, _position(node)

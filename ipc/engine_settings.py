@@ -94,14 +94,14 @@ class EngineSettings:
     @classmethod
     def of(
         cls,
-        given: Mapping[str, Any],
+        document: Mapping[str, Any],
         origin: str = "engine settings",
         positions: Mapping[str, str] | None = None,
     ) -> Self:
         """Return the settings in a document, with the defaults of its profile.
 
         Args:
-            given: The document.
+            document: The document.
             origin: The name of the document in messages.
             positions: The position of each key ("3:1"), if known.
 
@@ -110,14 +110,14 @@ class EngineSettings:
                 `ORIGIN:POSITION: KEY:`, the value found, and the values allowed.
         """
         problems: list[_Problem] = []
-        profile = given.get("profile", "")
-        values = {**PROFILES.get(str(profile), {}), **_checked(cls, given, "", problems)}
-        nested = given.get("speculative_decoding", {})
+        profile = document.get("profile", "")
+        values = {**PROFILES.get(str(profile), {}), **_checked(cls, document, "", problems)}
+        nested = document.get("speculative_decoding", {})
         if not isinstance(nested, Mapping):
             problems.append(_wrong("speculative_decoding", nested, "a mapping"))
         else:
-            found = _checked(Speculation, nested, "speculative_decoding.", problems)
-            values["speculative_decoding"] = Speculation(**found)
+            checked = _checked(Speculation, nested, "speculative_decoding.", problems)
+            values["speculative_decoding"] = Speculation(**checked)
         settings = cls(**values)
         if not problems:  # otherwise contradictions may result from an invalid value
             problems += settings._contradictions()
@@ -214,12 +214,12 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 
 def _checked(
-    kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[_Problem]
+    kind: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """Return the values of `given` that fit a dataclass's fields; add the others to `problems`."""
+    """Return the `settings` that fit a dataclass's fields; add the others to `problems`."""
     defaults: dict[str, Any] = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in defaults:
             allowed = (
                 suggestion(str(name), defaults) or f" (allowed: {', '.join(sorted(defaults))})"
@@ -255,5 +255,5 @@ def _problem(name: str, value: Any, default: Any) -> str:
     return "" if least <= value <= most else f"{least:g} to {most:g}"
 
 
-def _wrong(name: str, found: Any, allowed: str) -> _Problem:
-    return _Problem(name, f"{found!r} is not {allowed}")
+def _wrong(name: str, value: Any, allowed: str) -> _Problem:
+    return _Problem(name, f"{value!r} is not {allowed}")

@@ -149,7 +149,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
         spans: The message's spans and tensors.
         tensors: Receives the tensors.
     """
-    found: list[Span] = []
+    unpacked: list[Span] = []
     unpacker = msgpack.Unpacker(max_buffer_size=len(spans) or 1)
     unpacker.feed(spans)
     try:
@@ -159,26 +159,26 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
                 if tensors is not None:
                     tensors.append(TracedTensor(*item))
                 continue
-            if kinds != _KINDS or len(found) == _MOST_SPANS:
+            if kinds != _KINDS or len(unpacked) == _MOST_SPANS:
                 break
             span = Span(*item)
             ids = filter(None, (span.span_id, span.parent_id))
             if not (all(map(_ID.fullmatch, ids)) and span.span_id and span.version.isdecimal()):
                 break
-            found.append(span)
+            unpacked.append(span)
     except Exception as error:  # msgpack and values that are not lists raise many types
         logger.error("the spans of a response are malformed: %s", error)
-    return found
+    return unpacked
 
 
 def within(spans: list[Span], span_id: str) -> list[Span]:
     """Return the span with this id and its descendants; other spans are of the same batch."""
     included, rest = {span_id}, spans
     while True:
-        found = [span for span in rest if span.span_id in included or span.parent_id in included]
-        if not found:
+        children = [span for span in rest if span.span_id in included or span.parent_id in included]
+        if not children:
             return [span for span in spans if span.span_id in included]
-        included |= {span.span_id for span in found}
+        included |= {span.span_id for span in children}
         rest = [span for span in rest if span.span_id not in included]
 
 

@@ -129,8 +129,8 @@ def open_device(name: str) -> Device:
         raise InvalidArgument(f"'{name}' is not a device")
     torch = import_torch(f"device '{name}'")
     _import_support(kind, name)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != kind:
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or current.type != kind:
         raise Unavailable(f"device '{name}' is not available: torch finds no {kind} on this host")
     count = torch.accelerator.device_count()
     if int(number) >= count:
@@ -144,8 +144,8 @@ def accelerator_kind() -> str:
     for package in _PACKAGES.values():
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
-    found = torch.accelerator.current_accelerator()
-    return "cuda" if found is None else str(found.type)
+    current = torch.accelerator.current_accelerator()
+    return "cuda" if current is None else str(current.type)
 
 
 def _import_support(kind: str, name: str) -> None:

@@ -80,13 +80,13 @@ def enter(start: WorkerStart) -> None:
 
 
 def _located(start: WorkerStart) -> Path:
-    given = start.environment.replace(_MODEL_DIRECTORY, str(start.model_dir))
+    setting = start.environment.replace(_MODEL_DIRECTORY, str(start.model_dir))
     folders = (start.model_dir / start.version, start.model_dir, Path.cwd())
     for folder in folders:
-        path = folder / os.path.expanduser(given)
+        path = folder / os.path.expanduser(setting)
         if path.exists():
             return path
-    text = f"environment '{given}' does not exist (a relative path is looked up in the folders of"
+    text = f"environment '{setting}' does not exist (a relative path is looked up in the folders of"
     raise InvalidArgument(f"{text} the version and the model, and in the server's)")
 
 
@@ -107,11 +107,11 @@ def _interpreter(path: Path, copies: Path) -> Path:
     # Standalone builds of Python are packed with the folder that contains `bin`.
     below = list(root.iterdir())
     for folder in [root, *below] if len(below) == 1 else [root]:
-        for found in (folder / "bin" / "python3", folder / "bin" / "python"):
-            if found.exists():
-                return found
-            if found.is_symlink():
-                text = f"environment '{path}': {found.name} is a link to '{os.readlink(found)}',"
+        for python in (folder / "bin" / "python3", folder / "bin" / "python"):
+            if python.exists():
+                return python
+            if python.is_symlink():
+                text = f"environment '{path}': {python.name} is a link to '{os.readlink(python)}',"
                 raise InvalidArgument(f"{text} which is missing: install it, or use conda-pack")
     raise InvalidArgument(
         f"environment '{path}' has no bin/python: name the folder of an environment (python -m venv"
@@ -141,9 +141,9 @@ def _checked(python: Path) -> Path:
     if tuple(version) < _OLDEST:
         text = f"{where} has Python {shown}, and a worker needs {oldest} or later: create the"
         raise InvalidArgument(f"{text} environment with a later Python")
-    found = tuple(map(int, re.findall(r"\d+", numpy)[:2]))
-    if found < _OLDEST_NUMPY:
-        problem = f"has numpy {numpy}" if found else f"has no numpy for its Python {shown}"
+    release = tuple(map(int, re.findall(r"\d+", numpy)[:2]))
+    if release < _OLDEST_NUMPY:
+        problem = f"has numpy {numpy}" if release else f"has no numpy for its Python {shown}"
         needed = ".".join(map(str, _OLDEST_NUMPY))
         raise InvalidArgument(
             f"{where} {problem}, and a worker needs {needed} or later: install it there"

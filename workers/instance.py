@@ -78,11 +78,11 @@ class WorkerInstance:
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)
-        given = (context, backend, unpacker, self._writer, config.decoupled, padder)
+        args = (context, backend, unpacker, self._writer, config.decoupled, padder)
         self._executor = (
-            SequenceExecutor(*given, config)
+            SequenceExecutor(*args, config)
             if config.sequence_batching is not None
-            else Executor(*given)
+            else Executor(*args)
         )
         self._samples = warmup_samples(config, context.model_dir)
         self._signature, self._unpacker = signature, unpacker

@@ -198,9 +198,9 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
-    given = {each.name: getattr(start, each.name) for each in fields(start)}
+    values = {each.name: getattr(start, each.name) for each in fields(start)}
     return ModelContext(
-        **(given | {"device": device}),
+        **(values | {"device": device}),
         control=control,
         arena=arena,
         output_memory=OutputMemory(arena),

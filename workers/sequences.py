@@ -98,16 +98,16 @@ class ControlInput:
 def read_controls(config: ModelSpec) -> list[ControlInput]:
     """Return the control inputs of a model's configuration."""
     batching = config.sequence_batching
-    found: list[ControlInput] = []
+    controls: list[ControlInput] = []
     for name, control in batching.controls if batching is not None else ():
         if control.kind == CORRELATION_ID:
-            found.append(ControlInput(name, control.kind, control.datatype))
+            controls.append(ControlInput(name, control.kind, control.datatype))
             continue
         for field, (datatype, packing) in _PAIRS.items():
             if pair := getattr(control, field):
                 false, true = (struct.pack(packing, value) for value in pair)
-                found.append(ControlInput(name, control.kind, datatype, (false, true)))
-    return found
+                controls.append(ControlInput(name, control.kind, datatype, (false, true)))
+    return controls
 
 
 def control_inputs(
@@ -216,9 +216,9 @@ class States:
         if not self._specs or response.error is not None:
             return
         values = self._by_slot[row.slot]
-        made = {output.name: output for output in (*response.outputs, *response.states)}
+        outputs = {output.name: output for output in (*response.outputs, *response.states)}
         for spec in self._specs:
-            output = made.get(spec.output_name)
+            output = outputs.get(spec.output_name)
             if output is not None:
                 values[spec.input_name] = _updated(values[spec.input_name], output)
         response.outputs = [
@@ -277,15 +277,15 @@ def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
 
 def _spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
     datatype = state.datatype
-    given = (*state.initial_state, InitialState())[0]
-    shape = tuple(1 if dim == -1 else dim for dim in given.dims or state.dims)
+    start = (*state.initial_state, InitialState())[0]
+    shape = tuple(1 if dim == -1 else dim for dim in start.dims or state.dims)
     size = element_count(shape) * (ITEM_SIZE[datatype] or _STRING_HEAD)
     initial = bytes(size)
-    if given.data_file:
+    if start.data_file:
         which = f"the data file of state '{state.input_name}'"
         initial = read_data(
             model_dir / _FOLDER,
-            given.data_file,
+            start.data_file,
             size if ITEM_SIZE[datatype] else None,
             setting="initial_state",
             outside=f"{which} must lie in the model's folder '{_FOLDER}'",
@@ -356,8 +356,8 @@ class SequenceExecutor(Executor):
         for slot, request in enumerate(requests):
             key = request.work.key
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
-            made = control_inputs(self._controls, row, self._batched)
-            request.inputs = made | request.inputs
+            controls = control_inputs(self._controls, row, self._batched)
+            request.inputs = controls | request.inputs
             self._states.lend(request, row)
         try:
             return super().rehearse(requests)

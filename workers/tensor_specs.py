@@ -23,7 +23,7 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
     """
     sequences = config.sequence_batching
     states = sequences.state if sequences is not None else ()
-    made = (
+    generated = (
         *(TensorSpec(each.name, each.datatype, (1,)) for each in read_controls(config)),
         *(TensorSpec(each.input_name, each.datatype, each.dims) for each in states),
         *ragged.made_inputs(config),
@@ -35,7 +35,7 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
         for each in states
         if each.output_name not in configured
     )
-    return replace(config, input=(*config.input, *made), output=(*config.output, *outputs))
+    return replace(config, input=(*config.input, *generated), output=(*config.output, *outputs))
 
 
 def made_here(config: ModelSpec) -> frozenset[str]:
@@ -112,11 +112,11 @@ def complete(
 def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
     dims = list(tensor.dims[1:] if batched else tensor.dims)
     # A configuration has no scalars: a client sends and receives one element.
-    made: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
-    made["dims"] = dims or [1]
+    settings: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
+    settings["dims"] = dims or [1]
     if batched and not dims:
-        made["reshape"] = {"shape": []}
-    return made
+        settings["reshape"] = {"shape": []}
+    return settings
 
 
 def fits_scalar(spec: TensorSpec, tensor: Described) -> bool:

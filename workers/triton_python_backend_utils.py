@@ -164,9 +164,9 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
             raise ValueError("the lengths in an encoded BYTES tensor go beyond its end")
         items.append(data[at + 4 : end])
         at = end
-    made = np.empty(len(items), dtype=np.object_)
-    made[:] = items
-    return made
+    strings = np.empty(len(items), dtype=np.object_)
+    strings[:] = items
+    return strings
 
 
 _WHERE = "in auto-complete-config function for model"
@@ -265,18 +265,18 @@ class ModelConfig:
                 return
         tensors.append(tensor)
 
-    def _check_agreement(self, kind: str, written: dict[str, Any], given: dict[str, Any]) -> None:
-        if written["data_type"] not in ("TYPE_INVALID", given["data_type"]):
+    def _check_agreement(self, kind: str, written: dict[str, Any], actual: dict[str, Any]) -> None:
+        if written["data_type"] not in ("TYPE_INVALID", actual["data_type"]):
             raise ValueError(
                 f"unable to load model '{self._name}', configuration expects datatype "
-                f"{written['data_type']} for {kind} '{given['name']}', model provides "
-                f"{given['data_type']}"
+                f"{written['data_type']} for {kind} '{actual['name']}', model provides "
+                f"{actual['data_type']}"
             )
         for key in ("dims", "optional"):
-            if key not in written or key not in given or (key == "dims" and not written[key]):
+            if key not in written or key not in actual or (key == "dims" and not written[key]):
                 continue
-            if written[key] != given[key]:
+            if written[key] != actual[key]:
                 raise ValueError(
-                    f"model '{self._name}', tensor '{given['name']}': the model expects {key} "
-                    f"{given[key]} but the model configuration specifies {key} {written[key]}"
+                    f"model '{self._name}', tensor '{actual['name']}': the model expects {key} "
+                    f"{actual[key]} but the model configuration specifies {key} {written[key]}"
                 )

@@ -80,8 +80,8 @@ def own_frames(error: BaseException, folder: Path) -> str:
     whole = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = whole
     while part is not None:
-        kept = itertools.dropwhile(_is_ours, part.stack)
-        part.stack[:] = [each for each in kept if not each.filename.startswith("<frozen")]
+        frames = itertools.dropwhile(_is_ours, part.stack)
+        part.stack[:] = [each for each in frames if not each.filename.startswith("<frozen")]
         for frame in part.stack:
             frame.filename = frame.filename.replace(f"{folder}/", f"{own}/")
         part = part.__cause__ or part.__context__

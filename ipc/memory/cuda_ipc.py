@@ -135,8 +135,8 @@ class Driver(Cuda, Exporting):
         return int(base), int(size)
 
     def uuid(self, device: int) -> bytes:
-        found: bytes = self._call("cuDeviceGetUuid", self._device(device)).bytes
-        return bytes(found)
+        value: bytes = self._call("cuDeviceGetUuid", self._device(device)).bytes
+        return bytes(value)
 
     def synchronize(self, device: int) -> None:
         with self._current(device):

@@ -116,17 +116,17 @@ class Readers(Generic[R]):
         blocks = self._blocks.get(reader)
         if blocks is None:
             return False
-        found = False
+        freed = False
         for offset in offsets:
             token = blocks.pop(offset, None)
             if token is not None:
-                found = True
+                freed = True
                 if type(token) is _TokenStack:
                     token, blocks[offset] = token
                 token.release()  # type: ignore[union-attr]
         if not blocks:
             self._blocks.pop(reader, None)
-        return found
+        return freed
 
     def drop(self, reader: R) -> None:
         """Release all blocks of a reader that has exited."""
@@ -225,8 +225,8 @@ def releases(memory_ranges: Iterable[Range], own: Container[int] = ()) -> list[R
 def unread(data: Iterable[Any], own: Container[int] = ()) -> list[Release]:
     """Return the messages that release the data of a response that will not be read."""
     try:
-        found = ranges_of(data)
+        ranges = ranges_of(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         return []
-    return releases(found, own) if found else []
+    return releases(ranges, own) if ranges else []

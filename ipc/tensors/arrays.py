@@ -33,8 +33,8 @@ def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert floats to BF16 (as uint16), rounding to nearest with ties to even."""
     bits = array.astype(np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    kept = np.where(np.isnan(array), bits | 0x400000, rounded)
-    return (kept >> 16).astype(np.uint16)
+    rounded_bits = np.where(np.isnan(array), bits | 0x400000, rounded)
+    return (rounded_bits >> 16).astype(np.uint16)
 
 
 def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
@@ -66,7 +66,7 @@ def decode_bytes(
     expected = element_count(shape)
     # Every element has a 4-byte length, so an excessive element count allocates no memory.
     items = np.empty(min(expected, size // 4), dtype=np.object_)
-    at = got = 0
+    at = count = 0
     while at < size:
         if size - at < 4:
             raise InvalidArgument(
@@ -81,18 +81,18 @@ def decode_bytes(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
                 f"expecting string of length {length} but only {size - at} bytes available"
             )
-        if got == expected:
+        if count == expected:
             raise InvalidArgument(
-                f"unexpected number of string elements {got + 1} for inference input '{name}' "
+                f"unexpected number of string elements {count + 1} for inference input '{name}' "
                 f"for model '{model}', expecting {expected}"
             )
-        items[got] = data[at : at + length]
+        items[count] = data[at : at + length]
         at += length
-        got += 1
-    if got != expected:
+        count += 1
+    if count != expected:
         raise InvalidArgument(
             f"expected {expected} string elements for inference input '{name}' for model "
-            f"'{model}', got {got}"
+            f"'{model}', got {count}"
         )
     return items.reshape(shape)
 

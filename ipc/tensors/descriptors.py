@@ -173,8 +173,8 @@ def unpack_range(raw: Any) -> Range:
         raise MalformedMessage("a memory range exceeds its memory")
     if len(_RANGES) >= _MOST_RANGES:
         _RANGES.clear()
-    found = _RANGES[packed, offset, byte_size] = Range(memory, offset, byte_size)
-    return found
+    unpacked = _RANGES[packed, offset, byte_size] = Range(memory, offset, byte_size)
+    return unpacked
 
 
 def unpack_memory(packed: bytes) -> Memory:

@@ -78,10 +78,10 @@ def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     only once. The request fails if its scheduler is lost after the execution may have started. The
     model cannot return an input of the request in place, either.
     """
-    given = list(inputs)
+    sources = list(inputs)
     for output in outputs:
         start, end = output.offset, output.offset + output.byte_size
-        for memory_range in given:
+        for memory_range in sources:
             disjoint = (
                 end <= memory_range.offset or memory_range.offset + memory_range.byte_size <= start
             )
@@ -148,12 +148,12 @@ class RequestSchema:
         """
         if len(data) != self.count:
             raise MalformedMessage("a request's data do not match its schema")
-        given = iter(data)
-        inputs = _tensors(self.inputs, given)
+        parts = iter(data)
+        inputs = _tensors(self.inputs, parts)
         if not self.outputs:
             return Inference(inputs, (), self.parameters)
         outputs = tuple(
-            RequestedOutput(name, unpack_range(next(given)) if placed else None, or_input)
+            RequestedOutput(name, unpack_range(next(parts)) if placed else None, or_input)
             for name, placed, or_input in self.outputs
         )
         return Inference(inputs, outputs, self.parameters)

@@ -75,11 +75,11 @@ class Padding:
             text: The parameter `padding` of the model.
             dims: The dimensions of the model's inputs, by name.
         """
-        given = entries(text)
-        if not given:
+        specs = entries(text)
+        if not specs:
             return None
-        pads = [_pad(name, dims[name], each) for name, each in given.items() if "like" not in each]
-        likes = {name: each["like"] for name, each in given.items() if "like" in each}
+        pads = [_pad(name, dims[name], each) for name, each in specs.items() if "like" not in each]
+        likes = {name: each["like"] for name, each in specs.items() if "like" in each}
         return cls(pads, likes)
 
     def key(self, rest: bytes, shapes: Mapping[str, Shape]) -> bytes:
@@ -163,22 +163,22 @@ class PaddedBatch:
 
     def elements(self) -> dict[str, tuple[int, int]]:
         """Return the number of elements and of padding elements in the batch, by input."""
-        found = {}
+        counts = {}
         for pad, most, true in zip(self._pads, self._largest, self._true, strict=True):
             total = self._rows * element_count(pad.padded(most) or most)
-            found[pad.name] = total, total - true
-        return found
+            counts[pad.name] = total, total - true
+        return counts
 
 
 def entries(text: str) -> dict[str, dict[str, Any]]:
     """Return the entries of the parameter `padding`; empty if the text is not valid."""
     try:
-        given = json.loads(text or "{}")
+        specs = json.loads(text or "{}")
     except ValueError:
         return {}
-    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+    if not isinstance(specs, dict) or not all(isinstance(each, dict) for each in specs.values()):
         return {}
-    return given
+    return specs
 
 
 def _pad(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:

@@ -47,21 +47,21 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
     batch = (1,) if config.max_batch_size > 0 else ()
     return [
         Sample(
-            given.name,
-            given.batch_size,
-            given.count or 1,
+            warmup.name,
+            warmup.batch_size,
+            warmup.count or 1,
             [
                 _tensor(name, tensor, batch, model_dir / _FOLDER)
-                for name, tensor in sorted(given.inputs.items())
+                for name, tensor in sorted(warmup.inputs.items())
             ],
         )
-        for given in config.model_warmup
-        if given.batch_size
+        for warmup in config.model_warmup
+        if warmup.batch_size
     ]
 
 
-def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path) -> TensorRef:
-    datatype, dims = given.datatype, given.dims
+def _tensor(name: str, warmup: WarmupInput, batch: tuple[int, ...], folder: Path) -> TensorRef:
+    datatype, dims = warmup.datatype, warmup.dims
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(
             f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
@@ -72,8 +72,8 @@ def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path)
             f"warmup setting of input '{name}' has dims {list(dims)}, which are {size} bytes: at "
             f"most {_MOST_BYTES} may be"
         )
-    if given.input_data_file:
-        which, file = f"warmup setting of input '{name}'", given.input_data_file
+    if warmup.input_data_file:
+        which, file = f"warmup setting of input '{name}'", warmup.input_data_file
         data = read_data(
             folder,
             file,
@@ -82,9 +82,9 @@ def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path)
             outside=f"{which}: '{file}' is not in the model's folder '{_FOLDER}'",
             unreadable=f"{which}: cannot read '{file}'",
         )
-    elif given.random_data and ITEM_SIZE[datatype]:
+    elif warmup.random_data and ITEM_SIZE[datatype]:
         data = _random(name, datatype, dims)
-    elif given.zero_data is not None or given.random_data is not None:
+    elif warmup.zero_data is not None or warmup.random_data is not None:
         data = bytes(size)  # zero bytes are empty strings for BYTES
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")

@@ -112,11 +112,11 @@ class Signature:
         *,
         sized: bool,
     ) -> BatchFit:
-        given: set[str] = set()
+        names: set[str] = set()
         for tensor in inputs:
-            if tensor.name in given:
+            if tensor.name in names:
                 raise InvalidArgument(f"input '{tensor.name}' already exists in request")
-            given.add(tensor.name)
+            names.add(tensor.name)
         requested: set[str] = set()
         for output in outputs:
             if output.name in requested:
@@ -126,10 +126,10 @@ class Signature:
                     f"unexpected inference output '{output.name}' for model '{self.name}'"
                 )
             requested.add(output.name)
-        if len(given) != len(self.inputs) or self.any_optional:
-            self._check_count(given)
+        if len(names) != len(self.inputs) or self.any_optional:
+            self._check_count(names)
         batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
-        key: list[object] = [sorted(given)] if self.any_optional else []
+        key: list[object] = [sorted(names)] if self.any_optional else []
         padded: dict[str, tuple[int, ...]] = {}
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
@@ -183,21 +183,21 @@ class Signature:
             )
         return max(batch_size, 0)
 
-    def _check_count(self, given: set[str]) -> None:
-        missing = [name for name in self.inputs if name in self.required and name not in given]
-        if not missing and len(given) <= len(self.inputs):
+    def _check_count(self, names: set[str]) -> None:
+        missing = [name for name in self.inputs if name in self.required and name not in names]
+        if not missing and len(names) <= len(self.inputs):
             return
-        got = f"Got input(s) [{_names(sorted(given))}]"
+        received = f"Got input(s) [{_names(sorted(names))}]"
         lost = f", but missing required input(s) [{_names(missing)}]" if missing else ""
         hint = " Please provide all required input(s)." if missing else ""
         if self.any_optional:
             raise InvalidArgument(
                 f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
-                f"but got {len(given)} inputs for model '{self.name}'. {got}{lost}.{hint}"
+                f"but got {len(names)} inputs for model '{self.name}'. {received}{lost}.{hint}"
             )
         raise InvalidArgument(
-            f"expected {len(self.inputs)} inputs but got {len(given)} inputs for model "
-            f"'{self.name}'. {got}{lost}.{hint}"
+            f"expected {len(self.inputs)} inputs but got {len(names)} inputs for model "
+            f"'{self.name}'. {received}{lost}.{hint}"
         )
 
     def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
@@ -288,9 +288,9 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     if not item:
         return
     data = tensor.data
-    got = len(data) if isinstance(data, bytes) else data.byte_size
-    if got != expected:
+    size = len(data) if isinstance(data, bytes) else data.byte_size
+    if size != expected:
         raise InvalidArgument(
             f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
-            f"{expected}, got {got}"
+            f"{expected}, got {size}"
         )

@@ -140,19 +140,19 @@ def message(cls: type[T]) -> type[T]:
     lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
     class's name, or `TAG` if the wire name differs.
     """
-    made: Any = record(cls)
-    made.TAG = cls.__dict__.get("TAG", cls.__name__)
-    _CLASSES[made.TAG] = made
-    found: type[T] = made
-    return found
+    record_class: Any = record(cls)
+    record_class.TAG = cls.__dict__.get("TAG", cls.__name__)
+    _CLASSES[record_class.TAG] = record_class
+    typed: type[T] = record_class
+    return typed
 
 
-def _read(tag: str, made: type[Any]) -> None:
+def _read(tag: str, record_class: type[Any]) -> None:
     """Read the fields of a message class into the tables."""
-    hints = typing.get_type_hints(made)
-    names = [f.name for f in fields(made)]
+    hints = typing.get_type_hints(record_class)
+    names = [f.name for f in fields(record_class)]
     kinds = [hints[name] for name in names]
-    records = tuple((i, found) for i, kind in enumerate(kinds) if (found := _within(kind)))
+    records = tuple((i, within) for i, kind in enumerate(kinds) if (within := _within(kind)))
     nested = {index for index, _ in records}
     closer = tuple(
         (index, _checker(kind))
@@ -161,19 +161,19 @@ def _read(tag: str, made: type[Any]) -> None:
         and index not in nested
         and typing.get_args(kind) != (Any,)
     )
-    needed = sum(f.default is MISSING for f in fields(made))
-    _BY_TAG[tag] = (made, list(map(_plain, kinds)), needed, closer, records)
+    needed = sum(f.default is MISSING for f in fields(record_class))
+    _BY_TAG[tag] = (record_class, list(map(_plain, kinds)), needed, closer, records)
     getter: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
-    _GETTERS[made] = _with_records(getter, records) if records else getter
+    _GETTERS[record_class] = _with_records(getter, records) if records else getter
 
 
 def _with_records(getter: Callable[[Any], Any], within: _Within) -> Callable[[Any], Any]:
     def values(message: Any) -> list[Any]:
-        found = list(getter(message))
+        items = list(getter(message))
         for index, kind in within:
-            if found[index + 1]:
-                found[index + 1] = kind.packed(found[index + 1])
-        return found
+            if items[index + 1]:
+                items[index + 1] = kind.packed(items[index + 1])
+        return items
 
     return values
 
@@ -233,9 +233,9 @@ def _typed(items: list[Any]) -> list[Any]:
             raise MalformedMessage("unknown message")
         cls, kinds, needed, closer, records = _BY_TAG[tag]
         del item[0]
-        found = list(map(type, item))
-        complete = found == kinds
-        if not complete and (len(found) < needed or found != kinds[: len(found)]):
+        types = list(map(type, item))
+        complete = types == kinds
+        if not complete and (len(types) < needed or types != kinds[: len(types)]):
             raise MalformedMessage(f"{tag} has fields of the wrong number or types")
         for index, check in closer:
             if (complete or index < len(item)) and not check(item[index]):

@@ -23,13 +23,13 @@ def record(cls: type[T]) -> type[T]:
     in each process. The methods that `dataclass` would compile for comparisons and texts are
     closures here, because a client would compile 300 methods when it is imported.
     """
-    made: Any = dataclass(slots=True, eq=False, repr=False)(cls)
-    compared = [each.name for each in fields(made) if each.compare]
-    named = [each.name for each in fields(made) if each.repr]
+    record_class: Any = dataclass(slots=True, eq=False, repr=False)(cls)
+    compared = [each.name for each in fields(record_class) if each.compare]
+    named = [each.name for each in fields(record_class) if each.repr]
     values: Callable[[Any], Any] = attrgetter(*compared) if compared else type
 
     def __eq__(self: Any, other: object) -> Any:
-        return values(self) == values(other) if type(other) is made else NotImplemented
+        return values(self) == values(other) if type(other) is record_class else NotImplemented
 
     def __hash__(self: Any) -> int:
         return hash(values(self))
@@ -38,11 +38,11 @@ def record(cls: type[T]) -> type[T]:
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in named)
         return f"{type(self).__qualname__}({shown})"
 
-    made.__eq__, made.__hash__ = __eq__, __hash__
+    record_class.__eq__, record_class.__hash__ = __eq__, __hash__
     if "__repr__" not in cls.__dict__:
-        made.__repr__ = __repr__
-    found: type[T] = made
-    return found
+        record_class.__repr__ = __repr__
+    typed: type[T] = record_class
+    return typed
 
 
 class Document(ABC):
@@ -107,15 +107,15 @@ def _dict(
 
 def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return the record of a map; see `decoder`."""
-    given = {}
+    decoded = {}
     kind: Any = cls
     for name, path, decode in _fields(kind):
         value: Any = values
         for key in path:
             value = None if value is None else value.get(key)
         if value is not None:
-            given[name] = decode(value)
-    return cls(**given)
+            decoded[name] = decode(value)
+    return cls(**decoded)
 
 
 @cache

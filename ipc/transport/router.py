@@ -226,11 +226,11 @@ class Router:
                 self._complain("a connection was ended: %s", decoder.broken)
             self._drop(connection)
 
-    def _complain(self, text: str, what: object) -> None:
+    def _complain(self, text: str, subject: object) -> None:
         # A peer that sends malformed data may send a lot of it, which must not flood the log.
         self.malformed += 1
         if self.malformed <= _COMPLAINTS or not self.malformed & (self.malformed - 1):
-            logger.warning(text, what)
+            logger.warning(text, subject)
 
     def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
         identity = properties.get("identity") or b"\0%d" % next(self._anonymous)

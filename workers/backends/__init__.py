@@ -218,13 +218,13 @@ def find(config: ModelSpec) -> type[Backend]:
         Unavailable: A package that the backend needs is not installed.
         Unsupported: The backend cannot run decoupled models.
     """
-    found = _named(config)
-    if config.decoupled and found.execute_decoupled is Backend.execute_decoupled:
+    backend = _named(config)
+    if config.decoupled and backend.execute_decoupled is Backend.execute_decoupled:
         raise Unsupported(
             f"backend '{backend_name(config)}' does not support the 'decoupled' transaction "
             f"policy, required by model '{config.name}'"
         )
-    return found
+    return backend
 
 
 def _named(config: ModelSpec) -> type[Backend]:
@@ -253,10 +253,10 @@ def names() -> set[str]:
     return {entry.name for entry in entry_points(group=GROUP)} | set(_BUILT_IN)
 
 
-def _checked(name: str, found: Any) -> type[Backend]:
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+def _checked(name: str, backend: Any) -> type[Backend]:
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise InvalidArgument(
             f"the entry point '{name}' is not a backend: expected a subclass of "
             "shmserve.workers.backends.Backend"
         )
-    return found
+    return backend

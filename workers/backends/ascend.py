@@ -169,8 +169,8 @@ class OfflineModel:
         logger.info("static plan: %s", summary(parts))
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
-        made = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
-        base: int = self._made(f"acl.rt.malloc of {byte_size} bytes", made)
+        result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
+        base: int = self._made(f"acl.rt.malloc of {byte_size} bytes", result)
         self._later(stack, "acl.rt.free", self._acl.rt.free, base)
         return base
 
@@ -183,8 +183,8 @@ class OfflineModel:
         mdl = self._acl.mdl
         name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
         number = getattr(mdl, f"get_{side}_data_type")(description, index)
-        got = getattr(mdl, f"get_{side}_dims")(description, index)
-        dims = tuple(self._made(f"acl.mdl.get_{side}_dims", got)["dims"])
+        result = getattr(mdl, f"get_{side}_dims")(description, index)
+        dims = tuple(self._made(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
         datatype = _DATATYPES.get(number)
         if datatype is None:
@@ -241,10 +241,10 @@ class OfflineModel:
             raise AclError(f"{call} failed with error {error}")
 
     def _later(
-        self, stack: contextlib.ExitStack, call: str, undo: Callable[..., int], *given: Any
+        self, stack: contextlib.ExitStack, call: str, undo: Callable[..., int], *args: Any
     ) -> None:
         def end() -> None:
-            error = undo(*given)
+            error = undo(*args)
             if error:  # continue despite the error, to release the remaining resources
                 logger.warning("%s failed with error %d", call, error)
 
@@ -295,14 +295,14 @@ class AscendBackend(Backend):
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
         needed = {name for request in requests for name in (*request.requested, *request.states)}
-        made: dict[str, Output] = {}
+        outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
                 result = self._results[index][:rows] if self._batched else self._results[index]
                 model.fetch(index, result.ctypes.data, result.nbytes)
                 copied.outputs += result.nbytes
-                made[tensor.name] = Output(tensor.name, tensor.datatype, result)
-        return self._split(requests, made)
+                outputs[tensor.name] = Output(tensor.name, tensor.datatype, result)
+        return self._split(requests, outputs)
 
     def unload(self) -> None:
         """Unload the model from the device."""
@@ -310,16 +310,16 @@ class AscendBackend(Backend):
             self._model.close()
             self._model = None
 
-    def _split(self, requests: Sequence[Request], made: dict[str, Output]) -> list[Response]:
+    def _split(self, requests: Sequence[Request], batch: dict[str, Output]) -> list[Response]:
         responses, at = [], 0
         for request in requests:
             end = at + request.batch_size
 
             def rows(name: str, begin: int = at, end: int = end) -> Output:
-                output = made[name]
+                output = batch[name]
                 return output._replace(data=output.data[begin:end]) if self._batched else output
 
-            outputs = [rows(name) for name in made if name in request.requested]
+            outputs = [rows(name) for name in batch if name in request.requested]
             responses.append(Response(outputs, states=[rows(name) for name in request.states]))
             at = end
         return responses

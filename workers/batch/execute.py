@@ -167,7 +167,7 @@ class Executor:
             The requests of the part, the same unpacked, and the requests after the part.
         """
         part: list[WorkerRequest] = []
-        made: list[Request] = []
+        unpacked: list[Request] = []
         byte_size = 0
         copies = copies or self._policy.copies
         with self._link.lock:
@@ -180,14 +180,14 @@ class Executor:
                         )
                         byte_size += request.byte_size
                         if byte_size > self._largest_part and part:
-                            return part, made, requests[index:]
+                            return part, unpacked, requests[index:]
                         if copies:
                             for item in request.inputs.values():
                                 self._context.copied.inputs += item.detach()
                         if opened.work.trace and not self._decoupled:
                             self._writer.scatterer.trace(request, request.inputs.values())
                         part.append(opened)
-                        made.append(request)
+                        unpacked.append(request)
                         continue
                     except ShmserveError as error:
                         failure = error
@@ -197,7 +197,7 @@ class Executor:
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
                 replies.append(self._failed(opened, failure))
-        return part, made, []
+        return part, unpacked, []
 
     def _failed(self, opened: WorkerRequest, error: ShmserveError) -> Reply:
         self._link.close(opened)

@@ -69,12 +69,12 @@ class Ragged:
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """Return the generated inputs of a batch, except those whose source is missing."""
-        made: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         for name, source, values, kind in self._made:
             if source in requests[0].inputs:
                 shapes = [request.inputs[source].shape for request in requests]
-                made[name] = values(shapes, self._batched).astype(kind)
-        return made
+                arrays[name] = values(shapes, self._batched).astype(kind)
+        return arrays
 
     def pieces(self, name: str, requests: Sequence[Request], whole: Shape) -> list[Shape] | None:
         """Return the shape of each request's part of an output, or None for one that has rows.

@@ -49,9 +49,9 @@ class Copied:
 
     def take(self) -> tuple[int, int]:
         """Return the bytes (inputs, outputs) that were copied since the last call."""
-        taken = self.inputs, self.outputs
+        counts = self.inputs, self.outputs
         self.inputs = self.outputs = 0
-        return taken
+        return counts
 
 
 @final
@@ -401,10 +401,10 @@ class Unpacker:
             return tensor
         return tensor._replace(shape=self._model_shape(shape, spec))
 
-    def _wrong_size(self, name: str, expected: int, got: int) -> InvalidArgument:
+    def _wrong_size(self, name: str, expected: int, actual: int) -> InvalidArgument:
         return InvalidArgument(
             f"input byte size mismatch for input '{name}' for model '{self._signature.name}'. "
-            f"Expected {expected}, got {got}"
+            f"Expected {expected}, got {actual}"
         )
 
     def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Range) -> Input:

@@ -278,28 +278,28 @@ class Runner:
         Must be called outside `inference_mode`, where tensors have no version counter.
         """
         self._clear_watched()
-        made: dict[str, Any] = {}
+        batch: dict[str, Any] = {}
         for name, first in requests[0].inputs.items():
             if first.datatype == "BYTES":
-                made[name] = self._gatherer.gather_strings(name, requests)
+                batch[name] = self._gatherer.gather_strings(name, requests)
             elif name in self._as_numpy:
-                made[name] = self._numpy(name, first.datatype, requests)
+                batch[name] = self._numpy(name, first.datatype, requests)
             else:
-                made[name] = self._tensor(name, first.datatype, requests)
-        self._add_ragged(made, requests)
+                batch[name] = self._tensor(name, first.datatype, requests)
+        self._add_ragged(batch, requests)
         self._context.stopwatch.input_end_ns = time.monotonic_ns()
-        return made
+        return batch
 
-    def _add_ragged(self, made: dict[str, Any], requests: Sequence[Request]) -> None:
+    def _add_ragged(self, batch: dict[str, Any], requests: Sequence[Request]) -> None:
         if self._ragged is None:
             return
         for name, values in self._ragged.inputs(requests).items():
             if name in self._as_numpy:
-                made[name] = values
+                batch[name] = values
             else:
                 import torch
 
-                made[name] = torch.from_numpy(values).to(self._device.torch)
+                batch[name] = torch.from_numpy(values).to(self._device.torch)
 
     def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
         raw, shape, view = self._gatherer.gather(name, requests)
@@ -371,29 +371,29 @@ class Runner:
         if len(requests) == 1:
             return [Response([self._parts(item, requests)[0] for item in made], states=states)]
         parts = [self._parts(item, requests) for item in made]
-        kept = [
+        state_rows = [
             [state._replace(data=state.data[rows]) for rows in where]
             for state in states
             if (where := self._rows(state.name, state.shape, requests))
         ]
         return [
-            Response([part[at] for part in parts], states=[state[at] for state in kept])
+            Response([part[at] for part in parts], states=[state[at] for state in state_rows])
             for at in range(len(requests))
         ]
 
     def own_inputs(self, request: Request) -> dict[str, Any]:
         """Return the inputs of a request as copies that the model may keep."""
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         for name, item in request.inputs.items():
             self._copied.inputs += item.detach()
             if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
-                made[name] = item.numpy()
+                inputs[name] = item.numpy()
             elif name in self._as_numpy:
-                made[name] = np.ndarray(item.shape, STORED[item.datatype], _to_host(item.raw))
+                inputs[name] = np.ndarray(item.shape, STORED[item.datatype], _to_host(item.raw))
             else:
-                made[name] = item.torch().to(self._device.torch)
-        self._add_ragged(made, [request])
-        return made
+                inputs[name] = item.torch().to(self._device.torch)
+        self._add_ragged(inputs, [request])
+        return inputs
 
     def response(self, request: Request, outputs: Mapping[str, Any]) -> Response:
         """Return one of any number of responses to a request; safe in any thread.
@@ -402,10 +402,10 @@ class Runner:
             Internal: An output is no array.
         """
         names = [name for name in outputs if name in request.requested]
-        made = [self._fetch(name, outputs[name], [request]) for name in names]
+        fetched = [self._fetch(name, outputs[name], [request]) for name in names]
         if self._device.remote:
             self._device.synchronize()
-        return Response([self._parts(item, [request])[0] for item in made])
+        return Response([self._parts(item, [request])[0] for item in fetched])
 
     def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> BatchOutput:
         if self._device.remote and is_tensor(value) and (datatype := _protocol(value)):
@@ -448,16 +448,16 @@ class Runner:
             return Output(name, datatype, value)
         return self._fetch_host(name, value, requests)
 
-    def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
+    def _parts(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
-        whole = tuple(made.shape)
-        shapes = self._ragged and self._ragged.pieces(made.name, requests, whole)
+        whole = tuple(output.shape)
+        shapes = self._ragged and self._ragged.pieces(output.name, requests, whole)
         if shapes:
             elements = _slices(map(element_count, shapes))
-            return list(map(made.part, requests, elements, shapes))
+            return list(map(output.part, requests, elements, shapes))
         if len(requests) == 1:
-            return [made.part(requests[0])]
-        return list(map(made.part, requests, self._rows(made.name, whole, requests)))
+            return [output.part(requests[0])]
+        return list(map(output.part, requests, self._rows(output.name, whole, requests)))
 
     def _rows(self, name: str, shape: Sequence[int], requests: Sequence[Request]) -> list[slice]:
         """Return the rows of each request.

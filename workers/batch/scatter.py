@@ -132,13 +132,13 @@ class Scatterer:
         if key not in request.response_kinds:
             return self._write_new(request, response, key)
         schema, destinations = request.response_kinds[key]
-        made: list[Any] = []
+        packed: list[Any] = []
         for output, source in zip(response.outputs, destinations, strict=True):
             data = output.data
             if source is None:
                 raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
                 self._context.copied.outputs += data.nbytes
-                made += [raw]
+                packed += [raw]
                 continue
             if not source:
                 memory_range = memory_ranges[output.name]
@@ -147,11 +147,11 @@ class Scatterer:
                 plain = type(data) is np.ndarray and memory_range.memory.cuda is None
                 self._write_to(memory_range, data if plain else _form(output, memory_range))
             else:
-                found = inputs[source].memory_range
-                assert found is not None
-                memory_range = found
-            made += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
-        return schema, made
+                source_range = inputs[source].memory_range
+                assert source_range is not None
+                memory_range = source_range
+            packed += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
+        return schema, packed
 
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
         """Record tensors of a request, if its trace asks for them; long ones without data."""
@@ -185,31 +185,31 @@ class Scatterer:
         memory_ranges = request.memory_ranges
         loose = sum([item.byte_size for item in ready if item.name not in memory_ranges])
         inline = loose <= INLINE_LIMIT
-        taken: list[int] = []
+        claims: list[int] = []
         try:
             data = [
                 self._put(
-                    item, memory_ranges.get(item.name), inline, request.work.client_pid, taken
+                    item, memory_ranges.get(item.name), inline, request.work.client_pid, claims
                 )
                 for item in ready
             ]
         except BaseException:
-            self._context.output_memory.take_back(taken)
+            self._context.output_memory.take_back(claims)
             raise
         refs = [TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)]
         schema = pack_response_schema(refs, response.parameters)
-        if key is not None and not taken and _is_repeatable(ready, request, response):
+        if key is not None and not claims and _is_repeatable(ready, request, response):
             if len(request.response_kinds) >= _MOST_KNOWN:
                 request.response_kinds.clear()
             request.response_kinds[key] = schema, [_destination(item, request) for item in ready]
         return schema, pack_data(data)
 
-    def _handle_missing(self, request: Request, made: set[str]) -> None:
+    def _handle_missing(self, request: Request, returned: set[str]) -> None:
         """Handle requested outputs that the model has not returned, as Triton's Python models may.
 
         Their ranges in client memory are zeroed, so that a client does not read old content.
         """
-        missing = [name for name in request.requested if name not in made]
+        missing = [name for name in request.requested if name not in returned]
         for name in missing:
             if name in request.memory_ranges:
                 self._write_to(
@@ -273,7 +273,7 @@ class Scatterer:
         memory_range: Range | None,
         inline: bool,
         client_pid: int,
-        taken: list[int],
+        claims: list[int],
     ) -> bytes | Range:
         """Write an output; return its bytes or its range.
 
@@ -282,7 +282,7 @@ class Scatterer:
             memory_range: The client's range for the output, if the request names one.
             inline: Whether the output is sent in the message.
             client_pid: The reader of the output.
-            taken: Receives the offset of a block of the arena.
+            claims: Receives the offset of a block of the arena.
         """
         if item.at is not None:
             return item.at
@@ -293,18 +293,18 @@ class Scatterer:
         if inline:
             self._context.copied.outputs += item.byte_size
             return item.data if isinstance(item.data, bytes) else item.data.tobytes()
-        return self._put_in_arena(item, client_pid, taken)
+        return self._put_in_arena(item, client_pid, claims)
 
-    def _put_in_arena(self, item: Ready, client_pid: int, taken: list[int]) -> Range:
+    def _put_in_arena(self, item: Ready, client_pid: int, claims: list[int]) -> Range:
         memory = self._context.output_memory
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
             claimed = memory.claim(client_pid, address, item.byte_size)
             if claimed is not None:  # the model computed the output in this block
-                taken.append(claimed.offset)
+                claims.append(claimed.offset)
                 return claimed
         memory_range, view = memory.allocate(client_pid, item.byte_size)
-        taken.append(memory_range.offset)
+        claims.append(memory_range.offset)
         self._context.copied.outputs += self._write(view, item.data)
         return memory_range
 

@@ -404,12 +404,12 @@ class CallRouter:
         losses = self._losses
         ends_ns = call.ends_ns
         patience_s = max(1e-6, (ends_ns - time.monotonic_ns()) / 1e9) if ends_ns else 0.0
-        found = self._control.ask(FindModel, *call.key, patience_s)
-        config = ModelSpec.of(found["config"])
-        signature = Signature(config, found["version"])
+        reply = self._control.ask(FindModel, *call.key, patience_s)
+        config = ModelSpec.of(reply["config"])
+        signature = Signature(config, reply["version"])
         with self._lock:
             if losses == self._losses:
-                self._targets[call.key] = _Target(found["endpoint"], signature, config.decoupled)
+                self._targets[call.key] = _Target(reply["endpoint"], signature, config.decoupled)
 
     def _submit_to(self, target: _Target, call: BlsCall) -> None:
         """Queue a call for its target. Must be called with the lock held.

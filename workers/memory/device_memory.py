@@ -193,11 +193,11 @@ class DeviceMemory:
             raise InvalidArgument(
                 "the CUDA handle of a shared memory region does not refer to an allocation"
             ) from None
-        made = Allocation(pointer, base + byte_size - pointer, handle.device)
+        allocation = Allocation(pointer, base + byte_size - pointer, handle.device)
         # A thread of the model may drop the last reference: the loop closes the handle later.
-        weakref.finalize(made, self._unused.append, (pointer, handle.device)).atexit = False
-        self._open[key] = made
-        return made
+        weakref.finalize(allocation, self._unused.append, (pointer, handle.device)).atexit = False
+        self._open[key] = allocation
+        return allocation
 
     def _blame(self, cuda: Cuda, device: int) -> None:
         """Determine whether the device or the handle caused a failure to open a handle.

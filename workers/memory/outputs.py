@@ -74,12 +74,12 @@ class OutputMemory:
             Unavailable: The arena is full, or the share of a local client is used up.
             InvalidArgument: The arena is smaller than the block.
         """
-        held = self._held.get(reader, 0)
-        if held and reader >= FIRST_LOCAL_CLIENT:
-            self._check_share(held, byte_size)
+        used = self._held.get(reader, 0)
+        if used and reader >= FIRST_LOCAL_CLIENT:
+            self._check_share(used, byte_size)
         memory_range = self._arena.allocate(byte_size)
         self._fresh[memory_range.offset] = _Output(self, memory_range, reader)
-        self._held[reader] = held + byte_size
+        self._held[reader] = used + byte_size
         return memory_range, self._arena.view(memory_range)
 
     def reserve(self, reader: int, byte_size: int) -> memoryview:
@@ -103,12 +103,12 @@ class OutputMemory:
             return None
         return self._reserved.pop(address).memory_range
 
-    def _check_share(self, held: int, byte_size: int) -> None:
+    def _check_share(self, used: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used
-        if held + byte_size > free - byte_size:
+        if used + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
-                f"this client holds {held} bytes, and may hold at most as many as are free"
+                f"this client holds {used} bytes, and may hold at most as many as are free"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:
@@ -145,9 +145,9 @@ class OutputMemory:
     def free(self, output: _Output) -> None:
         """Free a block that has no user any more."""
         reader, memory_range = output.reader, output.memory_range
-        held = self._held[reader] - memory_range.byte_size
-        if held:
-            self._held[reader] = held
+        used = self._held[reader] - memory_range.byte_size
+        if used:
+            self._held[reader] = used
         else:
             del self._held[reader]
         self._arena.free(memory_range.offset)

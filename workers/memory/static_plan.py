@@ -208,8 +208,8 @@ class Graphs:
         before = recorder.reserved()
         # The largest first: the smaller graphs fit into the memory that it releases to the pool.
         for rows in reversed(plan.buckets):
-            given = {name: self._rows(whole, rows) for name, whole in self._inputs.items()}
-            self._graphs[rows] = recorder.record(partial(call, given))
+            inputs = {name: self._rows(whole, rows) for name, whole in self._inputs.items()}
+            self._graphs[rows] = recorder.record(partial(call, inputs))
         self.workspace = recorder.reserved() - before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:

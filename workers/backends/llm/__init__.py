@@ -94,9 +94,9 @@ class LlmBackend(Backend):
             InvalidArgument: Parts of the folder do not fit; the message has all problems.
         """
         if config.max_batch_size:
-            found = config.max_batch_size
+            size = config.max_batch_size
             raise InvalidArgument(
-                f"max_batch_size: {found} is not 0: the engine forms the "
+                f"max_batch_size: {size} is not 0: the engine forms the "
                 "batches, up to `max_batch_size` of engine.yaml"
             )
         if config.model_warmup:
@@ -234,9 +234,9 @@ def _prepare(
     try:
         with writer.link.lock:
             request = unpacker.request(opened.work)
-            given = given_inputs(request, texts.reader.most_bytes)
+            inputs = given_inputs(request, texts.reader.most_bytes)
     except Exception as error:
         writer.refuse(opened, client_error(writer.context, error))
         return
     stream = ResponseStream(writer, opened, request)
-    texts.put(partial(texts.prepare, stream, given, message.resumed))
+    texts.put(partial(texts.prepare, stream, inputs, message.resumed))

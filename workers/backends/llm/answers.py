@@ -126,14 +126,14 @@ class SampleText:
                 self.logprobs.append(ScoredToken(logprobs[position], offset))
             last = finish_reason if position == len(tokens) - 1 else ""
             before = len(self.pending)
-            found = self._text(token, last)
+            stop = self._text(token, last)
             if self.parser is not None:
                 self.thoughts += self.parser.thinking
-                self.parser.feed(self.pending[before:], ended=bool(found or last))
+                self.parser.feed(self.pending[before:], ended=bool(stop or last))
             if self._sent_before or self._tokens_before:
                 self._skip_sent()
-            if found:
-                self.finish_reason, self.stop_reason = "stop", found
+            if stop:
+                self.finish_reason, self.stop_reason = "stop", stop
                 return not last
         self.finish_reason = finish_reason
         if finish_reason == "stop":
@@ -162,11 +162,11 @@ class SampleText:
         if self.count <= parameters.min_tokens and not finish_reason:
             self.pending += text
             return ""
-        text, found = self._stops.add(text)
+        text, stop = self._stops.add(text)
         self.pending += text
-        if finish_reason and not found:
+        if finish_reason and not stop:
             self.pending += self._stops.flush()
-        return found
+        return stop
 
     @property
     def has_news(self) -> bool:
@@ -180,11 +180,11 @@ class SampleText:
 
     def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
-        taken = self.pending, self.tokens, self.logprobs
+        pending = self.pending, self.tokens, self.logprobs
         self.sent_characters += len(self.pending)
         self.sent_tokens += len(self.tokens)
         self.pending, self.tokens, self.logprobs = "", [], []
-        return taken
+        return pending
 
 
 def _likelihood(sample: SampleText) -> float:
@@ -229,10 +229,10 @@ class TextResponse:
 
     def choose(self, hypotheses: Sequence[Hypothesis]) -> None:
         """Use the hypotheses of a beam search as samples."""
-        for index, found in enumerate(hypotheses[: self.prompt.parameters.n]):
-            tokens = np.frombuffer(found.tokens, np.int32).tolist()
+        for index, hypothesis in enumerate(hypotheses[: self.prompt.parameters.n]):
+            tokens = np.frombuffer(hypothesis.tokens, np.int32).tolist()
             sample = self._sample(index)
-            sample.add(tokens, found.finish_reason, [])
+            sample.add(tokens, hypothesis.finish_reason, [])
             self.samples.append(sample)
 
     def respond(self) -> bool:
@@ -273,35 +273,35 @@ class TextResponse:
         return True
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
-        taken = [sample.take() for sample in samples]
-        new = [token for _, each, _ in taken for token in each]
-        made: dict[str, tuple[str, Any]] = {
-            "text_output": ("BYTES", [text.encode() for text, _, _ in taken]),
+        pending = [sample.take() for sample in samples]
+        new = [token for _, each, _ in pending for token in each]
+        outputs: dict[str, tuple[str, Any]] = {
+            "text_output": ("BYTES", [text.encode() for text, _, _ in pending]),
             "index": ("INT32", [sample.index for sample in samples]),
             "token_ids": ("INT32", new),
             "finish_reason": ("BYTES", [sample.finish_reason.encode() for sample in samples]),
         }
         if "logprobs" in self._requested:
-            pairs = zip(samples, taken, strict=True)
+            pairs = zip(samples, pending, strict=True)
             texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in pairs]
-            made["logprobs"] = ("BYTES", texts)
+            outputs["logprobs"] = ("BYTES", texts)
         if "message" in self._requested:
-            parts = zip(samples, taken, strict=True)
-            made["message"] = ("BYTES", [sample.message(text) for sample, (text, *_) in parts])
+            parts = zip(samples, pending, strict=True)
+            outputs["message"] = ("BYTES", [sample.message(text) for sample, (text, *_) in parts])
         if "stop_reason" in self._requested:
             reasons = [orjson.dumps(sample.stop_reason) for sample in samples]
-            made["stop_reason"] = ("BYTES", reasons)
+            outputs["stop_reason"] = ("BYTES", reasons)
         if "prompt_token_ids" in self._requested:
             tokens = [] if samples[0].begun else self.prompt.tokens
-            made["prompt_token_ids"] = ("INT32", tokens)
+            outputs["prompt_token_ids"] = ("INT32", tokens)
         for sample in samples:
             sample.begun = True
         if "usage" in self._requested:
-            made["usage"] = ("BYTES", [self._usage(samples) if final else b""])
+            outputs["usage"] = ("BYTES", [self._usage(samples) if final else b""])
         kinds = {"BYTES": np.object_, "INT32": np.int32}
         return [
             Output(name, datatype, np.array(values, kinds[datatype]))
-            for name, (datatype, values) in made.items()
+            for name, (datatype, values) in outputs.items()
             if name in self._requested
         ]
 
@@ -327,14 +327,14 @@ class TextResponse:
         """
         prompt = self.prompt
         content = list(itertools.starmap(self._logprob, scored))
-        found: dict[str, Any] = {"content": content}
+        members: dict[str, Any] = {"content": content}
         if prompt.scored >= 0 and not sample.begun:
             self.encode_prompt()
             if prompt.offsets:
-                found["content"] = [*(echoed for echoed, _ in self._scored), *content]
+                members["content"] = [*(echoed for echoed, _ in self._scored), *content]
             if prompt.parameters.prompt_logprobs >= 0:
-                found["prompt"] = [alone for _, alone in self._scored]
-        return orjson.dumps(found)
+                members["prompt"] = [alone for _, alone in self._scored]
+        return orjson.dumps(members)
 
     def encode_prompt(self) -> None:
         """Encode the log probabilities of the prompt's tokens that are known by now.

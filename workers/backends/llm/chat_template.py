@@ -56,10 +56,10 @@ class ChatTemplate:
         self._environment.filters["tojson"] = _to_json
         self._compiled: dict[str, _Compiled] = {}
 
-    def render(self, given: Mapping[str, Any]) -> str:
+    def render(self, chat: Mapping[str, Any]) -> str:
         """Render a conversation: its `messages`, and variables of the template.
 
-        Other members of `given` are variables of the template, such as `tools` and `documents`. The
+        Other members of `chat` are variables of the template, such as `tools` and `documents`. The
         members of `chat_template_kwargs` are variables, too. `chat_template` is the name of a
         template. With `continue_final_message`, the text ends with that of the last message.
 
@@ -70,7 +70,7 @@ class ChatTemplate:
             raise InvalidArgument(
                 "messages: the model has no chat template; send text_input instead"
             )
-        variables = {"tools": None, "documents": None, **self._special, **given}
+        variables = {"tools": None, "documents": None, **self._special, **chat}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._name(variables.pop("chat_template", None), variables["tools"])
         continued = variables.pop("continue_final_message", None)
@@ -79,21 +79,21 @@ class ChatTemplate:
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
-            messages = [_message(each, template) for each in given["messages"]]
-            ending = _mark_end(given["messages"][-1], messages[-1], template) if continued else ""
+            messages = [_message(each, template) for each in chat["messages"]]
+            ending = _mark_end(chat["messages"][-1], messages[-1], template) if continued else ""
             _check_used(variables, template)
-            made = template.template.render(**{**variables, "messages": messages})
+            text = template.template.render(**{**variables, "messages": messages})
         except InvalidArgument:
             raise
         except Exception as error:  # templates may raise any error
             raise InvalidArgument(
                 f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             ) from None
-        return _before_end(made, ending) if continued else made
+        return _before_end(text, ending) if continued else text
 
-    def _name(self, given: Any, tools: Any) -> str:
+    def _name(self, requested: Any, tools: Any) -> str:
         """Return the name of the template to use."""
-        name = given or ("tool_use" if tools and "tool_use" in self.sources else "default")
+        name = requested or ("tool_use" if tools and "tool_use" in self.sources else "default")
         if name not in self.sources:
             allowed = ", ".join(sorted(self.sources))
             raise InvalidArgument(
@@ -138,10 +138,10 @@ class _Compiled(NamedTuple):
     variables: frozenset[str]
 
 
-def _check_used(given: Mapping[str, Any], template: _Compiled) -> None:
+def _check_used(chat: Mapping[str, Any], template: _Compiled) -> None:
     """Raise InvalidArgument if a request has members that the template would ignore."""
     for name in _NEEDED:
-        if given.get(name) and name not in template.variables:
+        if chat.get(name) and name not in template.variables:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 
@@ -166,21 +166,21 @@ def conversation(text: str) -> dict[str, Any]:
     """
     allowed = "a JSON list of messages, each with a role and a content"
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed}") from None
-    given: dict[str, Any] = found if isinstance(found, dict) else {"messages": found}
-    messages = given.get("messages")
+    chat: dict[str, Any] = value if isinstance(value, dict) else {"messages": value}
+    messages = chat.get("messages")
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
-    return {**given}
+    return {**chat}
 
 
-def _is_message(given: Any) -> bool:
-    return isinstance(given, dict) and "role" in given
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value
 
 
-def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
+def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     """Return a message for a template.
 
     It has no nulls and no empty list of calls, its reasoning by all names, and the arguments of
@@ -188,7 +188,7 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     checks for it. The text parts of its content are joined, unless the template iterates over them
     and it is no result of a tool. A text is a part if the template only takes parts.
     """
-    message = {name: value for name, value in given.items() if value is not None}
+    message = {name: value for name, value in received.items() if value is not None}
     if message["role"] == "developer" and not template.developer:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING if name in message), None)
@@ -214,23 +214,23 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 
 
-def _call(given: Any) -> Any:
+def _call(call: Any) -> Any:
     """Return a tool call with its arguments as an object, unless their text is not JSON."""
-    function = given.get("function") if isinstance(given, dict) else None
+    function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str | None):
-        return given
+        return call
     with contextlib.suppress(ValueError):
         arguments = json.loads(arguments or "{}")
-    return {**given, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _mark_end(given: Mapping[str, Any], message: dict[str, Any], template: _Compiled) -> str:
-    """Mark the end of the text of a message, which was `given` in the request; return the text.
+def _mark_end(received: Mapping[str, Any], message: dict[str, Any], template: _Compiled) -> str:
+    """Mark the end of the text of a message, `received` in the request; return the text.
 
     As in transformers, the last part with a text is continued, and a text may be empty.
     """
-    if given.get("content") is None:
+    if received.get("content") is None:
         raise InvalidArgument("continue_final_message: the last message has no content")
     if not template.names_content:
         raise InvalidArgument(
@@ -250,15 +250,15 @@ def _mark_end(given: Mapping[str, Any], message: dict[str, Any], template: _Comp
     raise InvalidArgument("continue_final_message: the last message has no text")
 
 
-def _before_end(made: str, text: str) -> str:
+def _before_end(prompt: str, text: str) -> str:
     """Return a rendered text up to the marked end of its last message."""
-    position = made.rfind(_END.strip())
-    if position < 0 or text.strip() not in made:
+    position = prompt.rfind(_END.strip())
+    if position < 0 or text.strip() not in prompt:
         raise InvalidArgument(
             "continue_final_message: the model's chat template does not render the last message"
         )
-    exact = made.startswith(_END, position)
-    return made[:position] if exact else made[:position].rstrip()
+    exact = prompt.startswith(_END, position)
+    return prompt[:position] if exact else prompt[:position].rstrip()
 
 
 def _refuse(message: str) -> NoReturn:
@@ -269,6 +269,6 @@ def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _to_json(value: Any, *given: Any, **named: Any) -> str:
-    settings = dict(zip(_JSON, given, strict=False)) | named
+def _to_json(value: Any, *positional: Any, **named: Any) -> str:
+    settings = dict(zip(_JSON, positional, strict=False)) | named
     return json.dumps(value, **{"ensure_ascii": False, **settings})

@@ -112,12 +112,12 @@ class WorkerEngine:
             parent = self._sequences.get(begin.parent) if begin.parent else None
             prompt = self.prompts.get(begin.key)
             if parent is not None:
-                made = parent.fork(begin.sequence, begin.sample, begin.token)
+                sequence = parent.fork(begin.sequence, begin.sample, begin.token)
             elif prompt is not None and not begin.parent:
-                made = prompt.begin(begin.sequence, begin.sample)
+                sequence = prompt.begin(begin.sequence, begin.sample)
             else:
                 continue  # its request has ended, which the step's result reports to the scheduler
-            self._sequences[begin.sequence] = made
+            self._sequences[begin.sequence] = sequence
 
     def _prepared(self, message: Step) -> list[tuple[TokenSequence, Row]]:
         rows: list[tuple[TokenSequence, Row]] = []
@@ -203,8 +203,8 @@ class WorkerEngine:
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         raw = _raw(row_logits, sampled)
         process(row_logits, sampled)
-        found = verify(row_logits, sampled, checks)
-        parts = zip(sampling, checks, found, strict=True)
+        accepted = verify(row_logits, sampled, checks)
+        parts = zip(sampling, checks, accepted, strict=True)
         emitted = [self._append(each, check, tokens, raw) for each, check, tokens in parts]
         self.emit(emitted)
         return [

@@ -39,7 +39,7 @@ def parse(text: str) -> EngineSettings:
     """Return the settings in the text of a file (pure); raise like `read`."""
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
-        given: Any = yaml.safe_load(text)
+        document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         position = f"{NAME}:{_at(mark)}" if mark else NAME
@@ -47,10 +47,10 @@ def parse(text: str) -> EngineSettings:
         raise InvalidArgument(f"{position}: it is not YAML: {reason}") from None
     if top is None:
         return EngineSettings.of({})
-    if not isinstance(given, dict):
-        kind = type(given).__name__
+    if not isinstance(document, dict):
+        kind = type(document).__name__
         raise InvalidArgument(f"{NAME}: expected a mapping (NAME: VALUE), found a {kind}")
-    return EngineSettings.of(given, NAME, _positions(top))
+    return EngineSettings.of(document, NAME, _positions(top))
 
 
 def _positions(top: yaml.Node) -> dict[str, str]:
@@ -84,28 +84,28 @@ _HOST = -1  # stands for the host among GPU numbers
 
 
 def sized(
-    settings: EngineSettings, made: Architecture, device: str, instances: int
+    settings: EngineSettings, model: Architecture, device: str, instances: int
 ) -> EngineSettings:
     """Return the settings with the sizes that are not set, computed from the model and its memory.
 
     Args:
         settings: The settings.
-        made: The model's architecture.
+        model: The model's architecture.
         device: The device.
         instances: The number of instances that share the device's memory.
 
     Raises:
         InvalidArgument: The sizes are inconsistent.
     """
-    longest = settings.max_model_len or made.positions
-    if longest > made.positions:
+    longest = settings.max_model_len or model.positions
+    if longest > model.positions:
         raise InvalidArgument(
-            f"max_model_len: {longest} is more than the {made.positions} positions of the model"
+            f"max_model_len: {longest} is more than the {model.positions} positions of the model"
         )
-    block_bytes = settings.block_size * made.kv_floats * _FLOAT
+    block_bytes = settings.block_size * model.kv_floats * _FLOAT
     blocks = settings.kv_cache_blocks
     if not blocks:
-        weights = sum(math.prod(shape) for shape in made.weights().values()) * _FLOAT
+        weights = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT
         available = max(_available(device) / instances - weights, 0) * _SHARE
         needed = settings.max_batch_size * -(-longest // settings.block_size)
         blocks = max(min(int(available / block_bytes), needed), 1)

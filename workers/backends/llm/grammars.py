@@ -57,15 +57,15 @@ class Grammars:
             "grammar": _lark,
         }
         try:
-            made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
-            if not made.get_error():
-                made.compute_bitmask()  # raises for grammars that allow no text
-            error = made.get_error() or _unsupported(made.get_grammar_warnings())
+            guide = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
+            if not guide.get_error():
+                guide.compute_bitmask()  # raises for grammars that allow no text
+            error = guide.get_error() or _unsupported(guide.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
             raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_reason(error)}")
-        return made
+        return guide
 
 
 class _TokenBytes:
@@ -89,11 +89,11 @@ def _framed(frame: str, body: str) -> str:
     """Return a grammar whose rule `body` is another grammar."""
     if not (frame and body):
         return frame or body
-    found = {"lark_grammar": body}
+    inner = {"lark_grammar": body}
     if body.lstrip().startswith("{"):
-        (found,) = json.loads(body)["grammars"]
+        (inner,) = json.loads(body)["grammars"]
     outer = {"name": "frame", "lark_grammar": frame}
-    return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
+    return json.dumps({"grammars": [outer, {**inner, "name": "body"}]})
 
 
 # White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
@@ -122,8 +122,8 @@ def _unsupported(warnings: list[str]) -> str:
 
     `uniqueItems`, which schemas of Python's sets have, is left to the client.
     """
-    found = [each for each in warnings if not each.startswith("Unknown format: ")]
-    return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
+    relevant = [each for each in warnings if not each.startswith("Unknown format: ")]
+    return "; ".join(each for each in relevant if each != 'Unimplemented keys: ["uniqueItems"]')
 
 
 def _reason(error: str) -> str:
@@ -158,15 +158,15 @@ def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[tor
     position does not change.
     """
     masks = [_bits(matcher)]
-    taken: list[int] = []
+    accepted: list[int] = []
     for token in drafts:
         if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
             break
-        taken.append(token)
+        accepted.append(token)
         masks.append(_bits(matcher))
-    if taken:
-        matcher.rollback(len(taken))
-    return taken, masks
+    if accepted:
+        matcher.rollback(len(accepted))
+    return accepted, masks
 
 
 def _bits(matcher: Any) -> torch.Tensor:
@@ -175,10 +175,10 @@ def _bits(matcher: Any) -> torch.Tensor:
 
 def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the schema at a reference within a schema ("#/$defs/City"); None if there is none."""
-    found: Any = root
+    node: Any = root
     for part in reference.removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -205,20 +205,20 @@ def with_patterns(schema: Any, root: Any) -> Any:
         return [with_patterns(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    copy: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            found[key] = {name: with_patterns(each, root) for name, each in value.items()}
+            copy[key] = {name: with_patterns(each, root) for name, each in value.items()}
         else:
-            found[key] = value if key in _VALUES else with_patterns(value, root)
-    pattern = _pattern(found.get("propertyNames"), root)
+            copy[key] = value if key in _VALUES else with_patterns(value, root)
+    pattern = _pattern(copy.get("propertyNames"), root)
     if pattern == "":
-        del found["propertyNames"]
-    elif pattern and not found.keys() & {"properties", "patternProperties"}:
-        del found["propertyNames"]
-        found["patternProperties"] = {pattern: found.get("additionalProperties", {})}
-        found["additionalProperties"] = False
-    return found
+        del copy["propertyNames"]
+    elif pattern and not copy.keys() & {"properties", "patternProperties"}:
+        del copy["propertyNames"]
+        copy["patternProperties"] = {pattern: copy.get("additionalProperties", {})}
+        copy["additionalProperties"] = False
+    return copy
 
 
 def _pattern(names: Any, root: Any) -> str | None:

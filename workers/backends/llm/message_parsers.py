@@ -53,8 +53,8 @@ class ToolSyntax(NamedTuple):
     def new_id(self) -> str:
         """Return an id for a call."""
         letters = string.ascii_letters + string.digits
-        made = "".join(secrets.choice(letters) for _ in range(self.id_length or 24))
-        return made if self.id_length else f"call_{made}"
+        characters = "".join(secrets.choice(letters) for _ in range(self.id_length or 24))
+        return characters if self.id_length else f"call_{characters}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,12 +126,12 @@ class MessageParser:
         These are `content`, `reasoning` and `tool_calls`, with the index of each call. A call has
         its `id` and `name` in its first part only.
         """
-        taken: dict[str, Any] = {
+        members: dict[str, Any] = {
             **self._parts,
             **({"tool_calls": self._calls} if self._calls else {}),
         }
         self._parts, self._calls = {}, []
-        return taken
+        return members
 
     def _message(self) -> Reading[None]:
         tags = self.format.reasoning
@@ -152,16 +152,16 @@ class MessageParser:
             self.thinking = True
         if not self.thinking:
             return
-        held = ""
+        trailing = ""
 
         def emit(text: str) -> None:
-            nonlocal held
-            text = held + text if "reasoning" in started else text.lstrip("\n")
-            kept = text.rstrip("\n")
-            held = text[len(kept) :]
-            if kept and not self.format.hidden:
+            nonlocal trailing
+            text = trailing + text if "reasoning" in started else text.lstrip("\n")
+            stripped = text.rstrip("\n")
+            trailing = text[len(stripped) :]
+            if stripped and not self.format.hidden:
                 started.add("reasoning")
-                self._add("reasoning", kept)
+                self._add("reasoning", stripped)
 
         started: set[str] = set()
         yield from self.until(emit, end)
@@ -269,9 +269,9 @@ class MessageParser:
 
     def pull(self, count: int) -> str:
         """Read `count` characters of the buffer."""
-        taken, self._buffer = self._buffer[:count], self._buffer[count:]
-        self._raw += taken
-        return taken
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        self._raw += text
+        return text
 
     def unread(self, text: str) -> None:
         """Return characters to the buffer."""
@@ -281,9 +281,9 @@ class MessageParser:
     def skip(self, characters: str = string.whitespace) -> Reading[str]:
         """Skip characters, and return the one after them."""
         while True:
-            found = yield from self.peek()
-            if not found or found not in characters:
-                return found
+            character = yield from self.peek()
+            if not character or character not in characters:
+                return character
             self.pull(1)
 
     def expect(self, text: str) -> Reading[None]:
@@ -302,14 +302,14 @@ class MessageParser:
         """Pass text to `emit` up to the first of the tags; return the tag, or "" at the end."""
         while True:
             text = self._buffer
-            found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
-            if found:
-                at, _, tag = min(found)
+            matches = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
+            if matches:
+                at, _, tag = min(matches)
                 emit(self.pull(at))
                 self.pull(len(tag))
                 return tag
-            held = 0 if self._ended else max((overlap(text, tag) for tag in tags), default=0)
-            emit(self.pull(len(text) - held))
+            partial = 0 if self._ended else max((overlap(text, tag) for tag in tags), default=0)
+            emit(self.pull(len(text) - partial))
             if self._ended:
                 return ""
             yield
@@ -357,10 +357,10 @@ class MessageParser:
         yield from self.skip()
         parts: list[str] = []
         yield from self.json(parts.append)
-        found = _loads("".join(parts))
-        if not isinstance(found, str):
+        value = _loads("".join(parts))
+        if not isinstance(value, str):
             raise MalformedCall
-        return found
+        return value
 
     def json_arguments(self) -> Reading[None]:
         """Read and pass on the arguments of a call: an object, an object as a string, or null."""
@@ -369,8 +369,8 @@ class MessageParser:
             return
         parts: list[str] = []
         yield from self.json(parts.append)
-        found = _loads("".join(parts))
-        text = "{}" if found is None else found
+        value = _loads("".join(parts))
+        text = "{}" if value is None else value
         if not (isinstance(text, str) and _is_object(text)):
             raise MalformedCall
         self.arguments(text)

@@ -154,7 +154,7 @@ class GenerationParameters:
 
 
 def parse(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], vocabulary: int
+    request: Mapping[str, Any], defaults: Mapping[str, Any], vocabulary: int
 ) -> GenerationParameters:
     """Return the parameters of a request, over those of generation_config.json.
 
@@ -166,10 +166,10 @@ def parse(
     """
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
-    shown = {_ALIASES.get(name, name): name for name in given}
+    shown = {_ALIASES.get(name, name): name for name in request}
     preset = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
-    for name, value in {**_named(preset), **_named(given)}.items():
+    for name, value in {**_named(preset), **_named(request)}.items():
         parser = _PARSERS.get(name)
         if value is None:
             continue
@@ -193,7 +193,7 @@ def parse(
     values["grammar_name"] = next((shown.get(name, name) for name in grammars), "")
     problems += _contradictions(values, vocabulary)
     if values.get("use_beam_search"):
-        problems += _with_beams({**_named(given), **grammars})
+        problems += _with_beams({**_named(request), **grammars})
     if problems:
         named = (each.partition(": ") for each in problems)
         raise InvalidArgument(
@@ -202,8 +202,8 @@ def parse(
     return GenerationParameters(**values)
 
 
-def _named(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {_ALIASES.get(name, name): value for name, value in given.items()}
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {_ALIASES.get(name, name): value for name, value in settings.items()}
 
 
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -222,45 +222,45 @@ def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) ->
 
 
 def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
-    found: list[str] = []
+    texts: list[str] = []
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         beyond = [token for token in values.get(name, ()) if not 0 <= token < vocabulary]
         if beyond:
-            found.append(f"{name}: {beyond[0]} is not a token; allowed are 0 to {vocabulary - 1}")
+            texts.append(f"{name}: {beyond[0]} is not a token; allowed are 0 to {vocabulary - 1}")
     least, most = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if least > most:
-        found.append(f"min_tokens: {least} is more than max_tokens {most}")
+        texts.append(f"min_tokens: {least} is more than max_tokens {most}")
     if not most and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
-        found.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
+        texts.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if not values.get("top_p", 1.0):
-        found.append("top_p: 0.0 is not a number above 0, up to 1")
+        texts.append("top_p: 0.0 is not a number above 0, up to 1")
     count, best_of = values.get("n", 1), values.get("best_of", 0)
     if best_of and best_of < count:
-        found.append(f"best_of: {best_of} is less than n {count}")
+        texts.append(f"best_of: {best_of} is less than n {count}")
     if not values.get("use_beam_search"):
         if best_of > count and values.get("stream"):
-            found.append(
+            texts.append(
                 f"stream: the best of {best_of} samples are known only when all are complete"
             )
-        return found
+        return texts
     if values.get("stream"):
-        found.append("stream: it must be false, because a beam search returns its texts at the end")
+        texts.append("stream: it must be false, because a beam search returns its texts at the end")
     if values.get("logprobs", -1) >= 0:
-        found.append("logprobs: a beam search does not return them")
+        texts.append("logprobs: a beam search does not return them")
     if not most:
-        found.append("max_tokens: a beam search requires at least 1")
+        texts.append("max_tokens: a beam search requires at least 1")
     if max(count, best_of) < 2:
-        found.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
-    return found
+        texts.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
+    return texts
 
 
-def _with_beams(given: Mapping[str, Any]) -> list[str]:
+def _with_beams(settings: Mapping[str, Any]) -> list[str]:
     """Return a problem for each parameter that a beam search does not support."""
     neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
     defaults = {"repetition_penalty": 1, "logprobs": -1}
     return [
         f"{name}: it is not supported with use_beam_search"
-        for name, value in given.items()
+        for name, value in settings.items()
         if name in _NOT_WITH_BEAMS.split()
         and value not in neutral
         and value != defaults.get(name, 0)
@@ -275,22 +275,22 @@ def _number(name: str, value: Any) -> dict[str, Any]:
     whole = isinstance(least, int)
     allowed = f"{'an integer' if whole else 'a number'} from {least} to {most}"
     try:
-        found = float(value)
-        exact = int(value) if whole else found
+        number = float(value)
+        exact = int(value) if whole else number
     except (TypeError, ValueError, OverflowError):
         raise ValueError(allowed) from None
-    inside = math.isfinite(found) and least <= exact <= most
-    if isinstance(value, bool) or not inside or (whole and found != float(exact)):
+    inside = math.isfinite(number) and least <= exact <= most
+    if isinstance(value, bool) or not inside or (whole and number != float(exact)):
         raise ValueError(allowed)
     return {name: exact}
 
 
 def _flag(name: str, value: Any) -> dict[str, Any]:
     texts = {"true": True, "false": False}
-    found = texts.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(found, bool):
+    flag = texts.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(flag, bool):
         raise ValueError("true or false")
-    return {name: found}
+    return {name: flag}
 
 
 def _logprobs(name: str, value: Any) -> dict[str, Any]:
@@ -317,11 +317,11 @@ def _decoded(value: Any, allowed: str) -> Any:
 
 def _stop(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a string or a list of up to {_MOST_STOPS} strings, none of them empty"
-    found = [value] if isinstance(value, str) else value
-    texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
-    if not texts or len(found) > _MOST_STOPS:
+    stops = [value] if isinstance(value, str) else value
+    texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
+    if not texts or len(stops) > _MOST_STOPS:
         raise ValueError(allowed)
-    return {name: tuple(found)}
+    return {name: tuple(stops)}
 
 
 def _stop_words(name: str, value: Any) -> dict[str, Any]:
@@ -341,20 +341,20 @@ def _bad_words(name: str, value: Any) -> dict[str, Any]:
 
 def _tokens(name: str, value: Any) -> dict[str, Any]:
     allowed = "a list of tokens (integers)"
-    found = _decoded(value, allowed)
-    listed = isinstance(found, list) and all(type(each) is int for each in found)
-    if not listed or (name == "allowed_token_ids" and not found):
+    tokens = _decoded(value, allowed)
+    listed = isinstance(tokens, list) and all(type(each) is int for each in tokens)
+    if not listed or (name == "allowed_token_ids" and not tokens):
         raise ValueError(allowed + (", not empty" if listed else ""))
-    return {name: tuple(found)}
+    return {name: tuple(tokens)}
 
 
 def _bias(name: str, value: Any) -> dict[str, Any]:
     allowed = "an object of tokens with numbers from -100 to 100"
-    found = _decoded(value, allowed)
-    if not isinstance(found, dict):
+    decoded = _decoded(value, allowed)
+    if not isinstance(decoded, dict):
         raise ValueError(allowed)
     try:
-        biases = {int(token): float(each) for token, each in found.items()}
+        biases = {int(token): float(each) for token, each in decoded.items()}
     except (TypeError, ValueError):
         raise ValueError(allowed) from None
     if not all(-100 <= each <= 100 for each in biases.values()):
@@ -363,54 +363,54 @@ def _bias(name: str, value: Any) -> dict[str, Any]:
 
 
 def _early_stopping(name: str, value: Any) -> dict[str, Any]:
-    found = str(value).lower()
-    if found not in ("true", "false", "never"):
+    text = str(value).lower()
+    if text not in ("true", "false", "never"):
         raise ValueError("one of true, false, 'never'")
-    return {name: found}
+    return {name: text}
 
 
 def _response_format(name: str, value: Any) -> dict[str, Any]:
     allowed = (
         "an object with a type of text, json_object, json_schema, regex or grammar, and its content"
     )
-    found = _decoded(value, allowed)
-    kind = found.get("type") if isinstance(found, dict) else None
+    spec = _decoded(value, allowed)
+    kind = spec.get("type") if isinstance(spec, dict) else None
     match kind:
         case "text":
             return {"grammar": _FREE}
         case "json_object" | "json":
             schema = next(
-                (found[key] for key in ("schema", "value") if found.get(key) is not None), _OBJECT
+                (spec[key] for key in ("schema", "value") if spec.get(key) is not None), _OBJECT
             )
             return _schema(name, schema)
         case "json_schema":
-            content = found.get("json_schema")
+            content = spec.get("json_schema")
             return _schema(name, content.get("schema") if isinstance(content, dict) else None)
         case "regex":
-            return _regex(name, found.get("regex", found.get("pattern", found.get("value"))))
+            return _regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
-            return _grammar(name, found.get("grammar"))
+            return _grammar(name, spec.get("grammar"))
     raise ValueError(allowed)
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
     """Return the grammar of `structured_outputs`: an object with one constraint and options."""
     allowed = f"an object with one of {', '.join(_CONSTRAINTS)}"
-    found = _decoded(value, allowed)
-    if not isinstance(found, dict):
+    members = _decoded(value, allowed)
+    if not isinstance(members, dict):
         raise ValueError(allowed)
-    given = {key: each for key, each in found.items() if each not in (None, False)}
-    kinds = [key for key in given if key in _CONSTRAINTS]
-    strange = [key for key in given if key not in _CONSTRAINTS and key not in _OPTIONS]
+    enabled = {key: each for key, each in members.items() if each not in (None, False)}
+    kinds = [key for key in enabled if key in _CONSTRAINTS]
+    strange = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
     if len(kinds) != 1 or strange:
         raise ValueError(allowed + f", and of the options {', '.join(_OPTIONS)}")
     kind = kinds[0]
-    grammar: tuple[str, str] = _CONSTRAINTS[kind](name, given[kind])["grammar"]
+    grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     options: dict[str, Any] = {}
-    if given.get("disable_any_whitespace"):
+    if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
-    if given.get("whitespace_pattern"):
-        options["whitespace_pattern"] = given["whitespace_pattern"]
+    if enabled.get("whitespace_pattern"):
+        options["whitespace_pattern"] = enabled["whitespace_pattern"]
     if options and grammar[0] == "json_schema":
         grammar = _spaced(grammar[1], options)
     return {"grammar": grammar}
@@ -418,17 +418,17 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
 
 def _spaced(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
     """Return the grammar of a schema with llguidance's options for white space."""
-    found = json.loads(schema)
-    found = found if isinstance(found, dict) else {}
-    return "json_schema", json.dumps({**found, "x-guidance": options})
+    document = json.loads(schema)
+    document = document if isinstance(document, dict) else {}
+    return "json_schema", json.dumps({**document, "x-guidance": options})
 
 
 def _schema(name: str, value: Any) -> dict[str, Any]:
     allowed = "a JSON schema"
-    found = _decoded(value, allowed)
-    if not isinstance(found, (dict, bool)):
+    schema = _decoded(value, allowed)
+    if not isinstance(schema, (dict, bool)):
         raise ValueError(allowed)
-    return {"grammar": ("json_schema", json.dumps(found))}
+    return {"grammar": ("json_schema", json.dumps(schema))}
 
 
 def _any_object(name: str, value: Any) -> dict[str, Any]:
@@ -463,11 +463,11 @@ _regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 
 def _choice(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a list of 1 to {_MOST_CHOICES} strings, none of them empty"
-    found = _decoded(value, allowed)
-    texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
-    if not texts or not 0 < len(found) <= _MOST_CHOICES:
+    choices = _decoded(value, allowed)
+    texts = isinstance(choices, list) and all(isinstance(each, str) and each for each in choices)
+    if not texts or not 0 < len(choices) <= _MOST_CHOICES:
         raise ValueError(allowed)
-    quoted = (json.dumps(each, ensure_ascii=False) for each in found)
+    quoted = (json.dumps(each, ensure_ascii=False) for each in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 
 

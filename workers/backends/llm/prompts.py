@@ -53,7 +53,7 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     Raises:
         InvalidArgument: A text is not UTF-8, or too long.
     """
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     settings = request.inputs.get("sampling_parameters")
     data = b"" if settings is None else settings.numpy().ravel().tolist()[0]
     if "truncate_prompt_tokens" in request.schema.parameters or b"truncate_prompt_tok" in data:
@@ -65,17 +65,17 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
                 f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {most_bytes}"
             )
         if name == "input_ids":
-            found[name] = tensor.numpy().ravel().copy()
+            inputs[name] = tensor.numpy().ravel().copy()
             continue
         values = tensor.numpy().ravel().tolist()
         if tensor.datatype == "BYTES":
             try:
-                found[name] = values[0].decode()
+                inputs[name] = values[0].decode()
             except UnicodeDecodeError:
                 raise InvalidArgument(f"{name}: {clip(repr(values[0]))} is not UTF-8") from None
         else:
-            found[name] = values[0]
-    return found
+            inputs[name] = values[0]
+    return inputs
 
 
 class PromptText(NamedTuple):
@@ -121,7 +121,7 @@ class PromptReader:
         self._tokenizer.encode_batch_fast(["", ""])
 
     def read(
-        self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
+        self, request: Request, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> tuple[Prompt, str]:
         """Return the prompt of a request, and the text that its response repeats.
 
@@ -130,18 +130,18 @@ class PromptReader:
         Raises:
             InvalidArgument: An input or a parameter is wrong.
         """
-        settings, echoes = merged_parameters(request, given)
+        settings, echoes = merged_parameters(request, inputs)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
-        scores = echoes and parameters.logprobs >= 0 and "messages" not in given
+        scores = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message, frame = None, ""
-        if "messages" in given:
-            chat = conversation(given["messages"])
+        if "messages" in inputs:
+            chat = conversation(inputs["messages"])
             tools, hidden = take(chat), chat.pop("include_reasoning", None) is False
-            given = {**given, "messages": self._chat.render(chat)}
-            message = self._formats.format(tools, given["messages"], hidden)
+            inputs = {**inputs, "messages": self._chat.render(chat)}
+            message = self._formats.format(tools, inputs["messages"], hidden)
             if message is not None:
                 frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
-        tokens, text, offsets = self._prompt_text(given, parameters, scores)
+        tokens, text, offsets = self._prompt_text(inputs, parameters, scores)
         most = parameters.max_tokens
         if most == _UNLIMITED:
             most = self._checkpoint.defaults.get("max_new_tokens") or most
@@ -170,7 +170,7 @@ class PromptReader:
         prompt.offsets = offsets
         return prompt, text
 
-    def convert(self, request: Request, given: Mapping[str, Any]) -> Response | None:
+    def convert(self, request: Request, inputs: Mapping[str, Any]) -> Response | None:
         """Return the response to a request with the parameter `task`, which generates nothing.
 
         "tokenize": `token_ids` of the prompt, and the JSON array of their strings as `text_output`.
@@ -182,38 +182,38 @@ class PromptReader:
         task = request.schema.parameters.get("task")
         if task is None:
             return None
-        found: dict[str, tuple[str, Any]] = {}
+        outputs: dict[str, tuple[str, Any]] = {}
         requested = {output.name for output in request.schema.outputs} or {
             "text_output",
             "token_ids",
         }
-        if task == "detokenize" and "input_ids" in given:
-            tokens = given["input_ids"]
+        if task == "detokenize" and "input_ids" in inputs:
+            tokens = inputs["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
                 most = self._vocabulary - 1
                 raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {most}")
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
-            found["text_output"] = "BYTES", [each.encode() for each in texts]
-        elif task == "tokenize" and {"text_input", "messages"} & given.keys():
-            settings, _ = merged_parameters(request, given)
+            outputs["text_output"] = "BYTES", [each.encode() for each in texts]
+        elif task == "tokenize" and {"text_input", "messages"} & inputs.keys():
+            settings, _ = merged_parameters(request, inputs)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
-            text = given.get("text_input")
+            text = inputs.get("text_input")
             if text is None:
-                chat = conversation(given["messages"])
+                chat = conversation(inputs["messages"])
                 take(chat)
                 chat.pop("include_reasoning", None)
                 text = self._chat.render(chat)
             self._check_beginnings("prompt", text, max(self._longest, _LEAST_LIMIT))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
-            found["token_ids"] = "INT32", encoding.ids
+            outputs["token_ids"] = "INT32", encoding.ids
             if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
                 encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
-                found["text_output"] = "BYTES", [b"[%b]" % encoded]
+                outputs["text_output"] = "BYTES", [b"[%b]" % encoded]
         else:
             raise InvalidArgument(
                 f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
@@ -222,7 +222,7 @@ class PromptReader:
         return Response(
             [
                 Output(name, datatype, np.array(values, _KINDS[datatype]))
-                for name, (datatype, values) in found.items()
+                for name, (datatype, values) in outputs.items()
                 if name in requested
             ]
         )
@@ -234,30 +234,30 @@ class PromptReader:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
         parameters = prompt.parameters
-        given = parameters.grammar, prompt.frame, parameters.grammar_name
-        prompt.grammar = self._grammars.matcher(*given)
+        grammar = parameters.grammar, prompt.frame, parameters.grammar_name
+        prompt.grammar = self._grammars.matcher(*grammar)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
-        found = [self._special[stop] for stop in stops if stop in self._special]
-        return [token for token in found if token < self._vocabulary]
+        tokens = [self._special[stop] for stop in stops if stop in self._special]
+        return [token for token in tokens if token < self._vocabulary]
 
     def _prompt_text(
-        self, given: Mapping[str, Any], parameters: GenerationParameters, scores: bool
+        self, inputs: Mapping[str, Any], parameters: GenerationParameters, scores: bool
     ) -> PromptText:
         """Return the prompt; with `scores`, include the offsets of its tokens."""
-        named = [name for name in _INPUTS if name in given]
+        named = [name for name in _INPUTS if name in inputs]
         if len(named) != 1:
-            found = " and ".join(named) or "none"
-            raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found}")
+            shown = " and ".join(named) or "none"
+            raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {shown}")
         (name,) = named
         if name == "input_ids":
-            count = self._count(name, len(given[name]), parameters)
-            tokens: list[int] = given[name][-count:].tolist()
+            count = self._count(name, len(inputs[name]), parameters)
+            tokens: list[int] = inputs[name][-count:].tolist()
             self._check(name, tokens)
             return self._decoded(tokens, parameters, scores)
         chat = name == "messages"
-        text = given[name]
+        text = inputs[name]
         special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
             self._check_beginnings(name, text, self._longest)
@@ -358,32 +358,32 @@ def _too_long(count: int, longest: int) -> str:
     )
 
 
-def merged_parameters(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
 
     Returns:
         The parameters, and whether `echo` is one of them. Log probabilities then include the
         prompt's. `exclude_input_in_output` and the default of /v2 only concern the text.
     """
-    found = {**request.schema.parameters}
-    text = given.get("sampling_parameters") or found.pop("sampling_parameters", None)
+    merged = {**request.schema.parameters}
+    text = inputs.get("sampling_parameters") or merged.pop("sampling_parameters", None)
     if text:
         try:
-            found |= json.loads(text)
+            merged |= json.loads(text)
         except (TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None
     for name in ("stream", "exclude_input_in_output"):
-        if name in given:
-            found[name] = given[name]
-    if "messages" in given:
+        if name in inputs:
+            merged[name] = inputs[name]
+    if "messages" in inputs:
         # A chat template writes the special tokens itself.
-        found.setdefault("add_special_tokens", False)
-    echoes = found.get("echo") in (True, "true")
-    if found.get("exclude_input_in_output") is not None:
+        merged.setdefault("add_special_tokens", False)
+    echoes = merged.get("echo") in (True, "true")
+    if merged.get("exclude_input_in_output") is not None:
         echoes = False
-        found["echo"] = not found["exclude_input_in_output"]
-    elif found.get("echo") is None:
+        merged["echo"] = not merged["exclude_input_in_output"]
+    elif merged.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
-        found["echo"] = not found.get("stream", False)
-    return found, echoes
+        merged["echo"] = not merged.get("stream", False)
+    return merged, echoes

@@ -112,16 +112,16 @@ def _likeliest(logits: torch.Tensor) -> list[int]:
     On a CPU numpy is five times as fast as torch.
     """
     near = logits.numpy() if logits.device.type == "cpu" else logits
-    found: list[int] = near.argmax(-1).tolist()
-    return found
+    tokens: list[int] = near.argmax(-1).tolist()
+    return tokens
 
 
 def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
     """Return the token of each row at which the cumulative probability passes its draw."""
     sums = probabilities.cumsum(-1)
     targets = torch.tensor(draws, dtype=sums.dtype, device=sums.device).unsqueeze(1) * sums[:, -1:]
-    found = torch.searchsorted(sums, targets, right=True).squeeze(1)
-    tokens: list[int] = found.clamp_max(sums.shape[1] - 1).tolist()
+    indices = torch.searchsorted(sums, targets, right=True).squeeze(1)
+    tokens: list[int] = indices.clamp_max(sums.shape[1] - 1).tolist()
     return tokens
 
 
@@ -150,9 +150,9 @@ def _restrict(line: torch.Tensor, row: SampledRow) -> None:
         line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
     if parameters.allowed_token_ids:
         allowed = torch.tensor(parameters.allowed_token_ids, device=line.device)
-        kept = line[allowed]
+        logits = line[allowed]
         line.fill_(-math.inf)
-        line[allowed] = kept
+        line[allowed] = logits
     if parameters.forbidden is not None:
         line[parameters.forbidden(row.tokens[row.prompt :])] = -math.inf
 
@@ -162,8 +162,8 @@ def _penalise(line: torch.Tensor, row: SampledRow) -> None:
     tokens = torch.tensor(row.tokens, device=line.device)
     if parameters.repetition_penalty != 1.0:
         distinct = torch.unique(tokens)
-        found, penalty = line[distinct], parameters.repetition_penalty
-        line[distinct] = torch.where(found < 0, found * penalty, found / penalty)
+        logits, penalty = line[distinct], parameters.repetition_penalty
+        line[distinct] = torch.where(logits < 0, logits * penalty, logits / penalty)
     present, counts = torch.unique(tokens[row.prompt :], return_counts=True)
     line[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
@@ -191,11 +191,11 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
     least = _least(scaled, settings)
     if least is not None:
         scaled.masked_fill_(scaled < least.unsqueeze(1), -math.inf)
-    found = scaled.softmax(-1)
+    probs = scaled.softmax(-1)
     if cold:
         best = logits[cold].argmax(-1)
-        found[cold] = torch.nn.functional.one_hot(best, logits.shape[1]).to(found.dtype)
-    return found
+        probs[cold] = torch.nn.functional.one_hot(best, logits.shape[1]).to(probs.dtype)
+    return probs
 
 
 def _least(scaled: torch.Tensor, settings: Sequence[GenerationParameters]) -> torch.Tensor | None:
@@ -222,18 +222,18 @@ def _nucleus(
     # A disabled limit keeps all tokens, regardless of rounding.
     shares = [each.top_p if each.top_p < 1 else math.inf for each in settings]
     outside = torch.arange(width, device=device) >= counts.unsqueeze(1)
-    kept = values.masked_fill(outside, -math.inf)
-    whole = torch.where(counts <= width, kept.logsumexp(-1), scaled.logsumexp(-1))
-    probabilities = (kept - whole.unsqueeze(1)).exp()
+    inner = values.masked_fill(outside, -math.inf)
+    whole = torch.where(counts <= width, inner.logsumexp(-1), scaled.logsumexp(-1))
+    probabilities = (inner - whole.unsqueeze(1)).exp()
     before = probabilities.cumsum(-1) - probabilities
     inside = (before < torch.tensor(shares, device=device).unsqueeze(1)) & ~outside
-    found = inside.sum(-1).clamp_min(1)
+    sizes = inside.sum(-1).clamp_min(1)
     if width < vocabulary and any(
         count == width and each.top_p < 1 and not each.top_k
-        for count, each in zip(found.tolist(), settings, strict=True)
+        for count, each in zip(sizes.tolist(), settings, strict=True)
     ):
         return _nucleus(scaled, settings, vocabulary)
-    least = values.gather(1, found.unsqueeze(1) - 1).squeeze(1)
+    least = values.gather(1, sizes.unsqueeze(1) - 1).squeeze(1)
     free = [not each.top_k and each.top_p >= 1 for each in settings]
     return least.masked_fill(torch.tensor(free, device=device), -math.inf)
 
@@ -267,17 +267,17 @@ def verify(
     """
     drawn, _ = sample(logits, rows)
     target = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
-    found: list[list[int]] = []
+    accepted_tokens: list[list[int]] = []
     for first, proposal in checks:
         own = drawn[first : first + len(proposal.tokens) + 1]
         if target is not None and proposal.chances:
             part = slice(first, first + len(own))
-            found.append(_rejection(target[part], rows[part], proposal, own[-1]))
+            accepted_tokens.append(_rejection(target[part], rows[part], proposal, own[-1]))
             continue
         same = [token == sampled for token, sampled in zip(proposal.tokens, own, strict=False)]
         accepted = same.index(False) if False in same else len(same)
-        found.append(own[: accepted + 1])
-    return found
+        accepted_tokens.append(own[: accepted + 1])
+    return accepted_tokens
 
 
 def _rejection(
@@ -307,10 +307,10 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
 
     `logits` are raw, [rows, vocabulary].
     """
-    found = logits.log_softmax(-1)
-    picked = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
-    best = found.topk(min(top, found.shape[1]))
-    ranks = (found > picked.unsqueeze(1)).sum(1) + 1
+    scores = logits.log_softmax(-1)
+    picked = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
+    best = scores.topk(min(top, scores.shape[1]))
+    ranks = (scores > picked.unsqueeze(1)).sum(1) + 1
     columns = (picked, best.indices, best.values, ranks)
     return [
         TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)

@@ -46,9 +46,9 @@ def followers(tokens: Sequence[int], count: int) -> list[int]:
         if len(token_array) <= length:
             continue
         windows = np.lib.stride_tricks.sliding_window_view(token_array[:-1], length)
-        found = np.flatnonzero((windows == token_array[-length:]).all(1))
-        if len(found):
-            begin = int(found[-1]) + length
+        matches = np.flatnonzero((windows == token_array[-length:]).all(1))
+        if len(matches):
+            begin = int(matches[-1]) + length
             return list(map(int, token_array[begin : begin + count]))
     return []
 
@@ -64,16 +64,16 @@ class DraftModel(Proposer):
         self._passes = passes
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
-        made = {sequence.number: Proposal() for sequence, _ in rows}
+        proposals = {sequence.number: Proposal() for sequence, _ in rows}
         ready = self._catch_up(rows)
         most = max((row.draft for _, row in ready), default=0)
         for round_ in range(most):
             drafting = [(sequence, row) for sequence, row in ready if row.draft > round_]
-            logits = self._next(drafting, made)
-            self._extend(logits, drafting, made)
+            logits = self._next(drafting, proposals)
+            self._extend(logits, drafting, proposals)
         for sequence, row in ready:
             sequence.drafted = len(sequence.tokens) + row.draft - 1
-        return made
+        return proposals
 
     def _catch_up(
         self, rows: Sequence[tuple[TokenSequence, Row]]
@@ -98,13 +98,13 @@ class DraftModel(Proposer):
         return [each for each in rows if each not in late]
 
     def _next(
-        self, rows: Sequence[tuple[TokenSequence, Row]], made: dict[int, Proposal]
+        self, rows: Sequence[tuple[TokenSequence, Row]], proposals: dict[int, Proposal]
     ) -> torch.Tensor:
         """Return the logits behind each sequence and its proposed tokens."""
         reading = self._passes.empty()
         logit_rows: list[int] = []
         for sequence, _ in rows:
-            drafts = made[sequence.number].tokens
+            drafts = proposals[sequence.number].tokens
             begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.drafted
             tokens = drafts[-1:] or sequence.tokens[begin:]
             logit_rows.append(reading.add(tokens, begin, sequence.table) + len(tokens) - 1)
@@ -114,13 +114,13 @@ class DraftModel(Proposer):
         self,
         logits: torch.Tensor,
         rows: Sequence[tuple[TokenSequence, Row]],
-        made: dict[int, Proposal],
+        proposals: dict[int, Proposal],
     ) -> None:
-        sampled = [sequence.sampled_row(made[sequence.number].tokens) for sequence, _ in rows]
+        sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
         process(logits, sampled)
         tokens, chances = sample(logits, sampled, PROPOSAL)
         for index, (sequence, _) in enumerate(rows):
-            proposal = made[sequence.number]
+            proposal = proposals[sequence.number]
             proposal.tokens.append(tokens[index])
             if index in chances:
                 proposal.chances.append(chances[index])

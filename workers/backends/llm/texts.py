@@ -93,25 +93,25 @@ class Texts:
     # --- requests
 
     def prepare(
-        self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        size = sum(len(each) for each in given.values() if isinstance(each, str))
+        size = sum(len(each) for each in inputs.values() if isinstance(each, str))
         if size > LONG or "task" in stream.request.schema.parameters:
-            self._aside.submit(self._read, stream, given, resumed)
+            self._aside.submit(self._read, stream, inputs, resumed)
         else:
-            self._read(stream, given, resumed)
+            self._read(stream, inputs, resumed)
 
     def _read(
-        self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request in any thread."""
         try:
-            converted = self.reader.convert(stream.request, given)
+            converted = self.reader.convert(stream.request, inputs)
             if converted is not None:
                 stream.send(converted, final=True)
                 return
-            prompt, echo = self.reader.read(stream.request, given, resumed)
+            prompt, echo = self.reader.read(stream.request, inputs, resumed)
         except Exception as error:
             stream.fail_raised(error)
             return

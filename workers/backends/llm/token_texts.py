@@ -51,8 +51,8 @@ class TokenTexts:
         if piece is None:
             return b""
         if self._byte_level:
-            found = [_byte_of().get(character) for character in piece]
-            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+            values = [_byte_of().get(character) for character in piece]
+            return piece.encode() if None in values else bytes(values)  # type: ignore[arg-type]
         byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
@@ -116,16 +116,16 @@ class TokenTexts:
 
         A space that the decoder strips belongs to the first token.
         """
-        found: list[int] = []
+        begins: list[int] = []
         count = 0
         for token in tokens:
             silent = skip_special_tokens and token in self.special
             data = b"" if silent else self.bytes_of(token)
             begun = sum(byte & 0xC0 != 0x80 for byte in data)
-            found.append(count - (not silent and self.continues(token)))
+            begins.append(count - (not silent and self.continues(token)))
             count += begun
         stripped = max(count - len(text), 0)
-        return [max(offset - stripped, 0) for offset in found]
+        return [max(offset - stripped, 0) for offset in begins]
 
 
 class BadWords:
@@ -152,10 +152,10 @@ class BadWords:
             if len(tail) >= self._longest:
                 break
             tail = self._bytes_of(token) + tail
-        found = self._whole[:]
+        tokens_after = self._whole[:]
         for size in range(1, min(self._longest, len(tail) + 1)):
-            found += self._rests.get(tail[len(tail) - size :], ())
-        return found
+            tokens_after += self._rests.get(tail[len(tail) - size :], ())
+        return tokens_after
 
 
 class Detokenizer:
@@ -171,11 +171,11 @@ class Detokenizer:
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = texts.special if skip_special_tokens else frozenset()
-        kept = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
-        kept = kept[-_MOST_HELD:]
-        while kept and texts.continues(kept[0]):
-            del kept[0]  # byte-fallback decoders replace characters beside an incomplete one
-        self._tokens = kept  # tokens of the last text, followed by the pending ones
+        context = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
+        context = context[-_MOST_HELD:]
+        while context and texts.continues(context[0]):
+            del context[0]  # byte-fallback decoders replace characters beside an incomplete one
+        self._tokens = context  # tokens of the last text, followed by the pending ones
         self._read = texts.complete(self._tokens)  # the number of tokens of the last text
         self._before = self._decode(self._tokens[: self._read])
         self._taken = self._ahead = 0
@@ -231,17 +231,17 @@ class StopStrings:
         if not self._stops:
             return text, ""
         text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops]
-        matches = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
+        positions = [(text.find(stop), stop) for stop in self._stops]
+        matches = [(begin + len(stop), begin, stop) for begin, stop in positions if begin >= 0]
         if matches:
             end, begin, stop = min(matches, key=lambda match: match[0])
             self._held = ""
             return text[: end if self._included else begin], stop
-        held = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], ""
+        count = max(overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - count :]
+        return text[: len(text) - count], ""
 
     def flush(self) -> str:
         """Return the text held back."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text

@@ -128,15 +128,15 @@ def _json_call(parser: MessageParser, must_exist: bool = False) -> Reading[None]
             yield from parser.json(ignore)
         else:
             raise MalformedCall
-        found = yield from parser.skip()
-        if found == ",":
+        character = yield from parser.skip()
+        if character == ",":
             parser.pull(1)
             continue
-        if not parser.call.name or (found != "}" and not complete):
+        if not parser.call.name or (character != "}" and not complete):
             raise MalformedCall
         if not complete:
             parser.arguments("{}")
-        if found == "}":  # models may omit the last brace
+        if character == "}":  # models may omit the last brace
             parser.pull(1)
         return
 
@@ -340,22 +340,22 @@ def is_plain_text(schema: Mapping[str, Any], name: str) -> bool:
 
 def _property(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, dict) else None
-    return found if isinstance(found, dict) else {}
+    value = properties.get(name) if isinstance(properties, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
-def _types(found: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(found, dict) or depth > 8:
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, dict) or depth > 8:
         return set()
-    named = found.get("type")
+    named = schema.get("type")
     if named is not None:
         types = {str(each) for each in (named if isinstance(named, list) else [named])}
         return types | {"integer"} if "number" in types else types
-    if "enum" in found or "const" in found:
-        return {type_name(each) for each in found.get("enum", [found.get("const")])}
-    if "$ref" in found:
-        return _types(resolved(str(found["$ref"]), root), root, depth + 1)
-    alternatives = [*found.get("anyOf", ()), *found.get("oneOf", ()), *found.get("allOf", ())]
+    if "enum" in schema or "const" in schema:
+        return {type_name(each) for each in schema.get("enum", [schema.get("const")])}
+    if "$ref" in schema:
+        return _types(resolved(str(schema["$ref"]), root), root, depth + 1)
+    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
     return {each for alternative in alternatives for each in _types(alternative, root, depth + 1)}
 
 
@@ -363,8 +363,8 @@ def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
     """Return the name, the schema and the necessity of each parameter."""
     root = tool.parameters
     defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    found = root.get("properties")
-    properties = found if isinstance(found, dict) else {}
+    value = root.get("properties")
+    properties = value if isinstance(value, dict) else {}
     return [
         (
             name,
@@ -406,13 +406,13 @@ def _python_call(parser: MessageParser) -> Reading[None]:
 
 def _identifier(parser: MessageParser, end: str) -> Reading[str]:
     """Read an identifier and the character after it, one of `end`; return the identifier."""
-    found = ""
+    name = ""
     while NAME.fullmatch((yield from parser.peek()) or " "):
-        found += parser.pull(1)
+        name += parser.pull(1)
     yield from parser.expect(end)
-    if not found:
+    if not name:
         raise MalformedCall
-    return found
+    return name
 
 
 _HEX = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits of escape sequences

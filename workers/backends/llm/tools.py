@@ -65,41 +65,41 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
     return ToolRequest(chosen, mode == "required", parallel is not False)
 
 
-def _tool(index: int, given: Any) -> Tool:
+def _tool(index: int, tool: Any) -> Tool:
     field = f"tools[{index}]"
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or given.get("type", "function") != "function":
-        raise InvalidArgument(f"{field}: {clip(repr(given))} is not a function with a name")
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+        raise InvalidArgument(f"{field}: {clip(repr(tool))} is not a function with a name")
     name, schema = function.get("name"), function.get("parameters")
     if not (isinstance(name, str) and re.fullmatch(r"[\w.:/-]{1,256}", name)):
         raise InvalidArgument(f"{field}.function.name: {clip(repr(name))} is not a name")
     if not isinstance(schema, dict | None):
         raise InvalidArgument(f"{field}.function.parameters: it is not a JSON schema")
-    strict = given.get("strict") if function.get("strict") is None else function["strict"]
+    strict = tool.get("strict") if function.get("strict") is None else function["strict"]
     return Tool(name, {**_ANY, **(schema or {})}, strict is True)
 
 
-def _choice(given: Any) -> tuple[str, set[str]]:
+def _choice(choice: Any) -> tuple[str, set[str]]:
     """Return "auto" or "required", and the names of the allowed tools; no names: all tools."""
-    if given in (None, "auto", "required"):
-        return given or "auto", set()
-    kind = given.get("type") if isinstance(given, dict) else None
-    name = _function_name(given)
+    if choice in (None, "auto", "required"):
+        return choice or "auto", set()
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    name = _function_name(choice)
     if kind == "function" and name:
         return "required", {name}
-    allowed = given.get("allowed_tools", given) if kind == "allowed_tools" else {}
+    allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else {}
     names = {_function_name(each) for each in allowed.get("tools", ())}
     mode = allowed.get("mode")
     if mode in ("auto", "required") and names and "" not in names:
         return mode, names
     raise InvalidArgument(
-        f"tool_choice: {clip(repr(given))} is not one of none, auto, required, or the name of a "
+        f"tool_choice: {clip(repr(choice))} is not one of none, auto, required, or the name of a "
         'function: {"type": "function", "function": {"name": ...}}'
     )
 
 
-def _function_name(given: Any) -> str:
-    function = given.get("function", given) if isinstance(given, dict) else {}
+def _function_name(choice: Any) -> str:
+    function = choice.get("function", choice) if isinstance(choice, dict) else {}
     return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
@@ -149,22 +149,22 @@ class MessageFormats:
             frozenset(self._added[marker] for marker in markers),
         )
 
-    def grammar(self, request: ToolRequest | None, made: MessageFormat, body: bool) -> str:
+    def grammar(self, request: ToolRequest | None, output_format: MessageFormat, body: bool) -> str:
         """Return a grammar of the message; "" if the message is free.
 
         Args:
             request: The request for tools.
-            made: The format of the message.
+            output_format: The format of the message.
             body: Whether there is a grammar for the content, which is named `body`.
         """
         tools = request is not None and (request.constrained or body)
-        if not tools and not (body and made.reasoning):
+        if not tools and not (body and output_format.reasoning):
             return ""
-        markers = {*made.family.markers, *made.reasoning}
+        markers = {*output_format.family.markers, *output_format.reasoning}
         lark = Lark({name: token for name, token in self._added.items() if name in markers})
         start = "@body"
         if request is not None and tools:
-            calls = made.family.calls(lark, request.tools)
+            calls = output_format.family.calls(lark, request.tools)
             required = request.required or body
             heads = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {rest}"
@@ -180,16 +180,16 @@ class MessageFormats:
         return "\n".join(
             [
                 '%llguidance {"no_forcing": true}',  # the model chooses how texts become tokens
-                f"start: {self._thought(lark, made)} ({start})",
+                f"start: {self._thought(lark, output_format)} ({start})",
                 *lark.rules,
                 f"TEXT: {_TEXT}",
             ]
         )
 
-    def _thought(self, lark: Lark, made: MessageFormat) -> str:
+    def _thought(self, lark: Lark, output_format: MessageFormat) -> str:
         """Return an expression for the reasoning before a message."""
-        if not made.reasoning:
+        if not output_format.reasoning:
             return ""
-        begin, end = made.reasoning
+        begin, end = output_format.reasoning
         rest = f"{lark.any_text(end)} /\\n{{0,2}}/"
-        return rest if made.thinking else f"({lark.text(begin)} {rest})?"
+        return rest if output_format.thinking else f"({lark.text(begin)} {rest})?"

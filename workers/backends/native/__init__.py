@@ -80,13 +80,13 @@ class NativeBackend(Backend):
         declaration.warn_of_misspelt(model, self._at)
         predict = declaration.check(model, self._at)
         completed = dict(config)
-        own, given = declaration.parameters(model), config.get("parameters") or {}
-        if ENVIRONMENT in own and ENVIRONMENT not in given:
+        own, configured = declaration.parameters(model), config.get("parameters") or {}
+        if ENVIRONMENT in own and ENVIRONMENT not in configured:
             raise InvalidArgument(
                 f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
                 "parsed before it is executed; write it into the body of the class as a string"
             )
-        completed["parameters"] = {**own, **given}
+        completed["parameters"] = {**own, **configured}
         inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
@@ -128,9 +128,9 @@ class NativeBackend(Backend):
         signature = Signature(as_model_sees(config), context.version)
         _check(signature, predict)
         if predict.streams != config.decoupled:
-            what = "yields its responses" if predict.streams else "returns its one response"
+            responses = "yields its responses" if predict.streams else "returns its one response"
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' {what}, but its configuration has the "
+                f"'predict' of model '{signature.name}' {responses}, but its configuration has the "
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._take = predict.take
@@ -209,13 +209,13 @@ class NativeBackend(Backend):
             path = self.context.model_file([file], file)
             name = config.parameters.get("class") or USUAL_CLASS
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
-            found = getattr(module, name, None)
-            if not isinstance(found, type):
-                classes = [each for each, thing in vars(module).items() if isinstance(thing, type)]
+            model = getattr(module, name, None)
+            if not isinstance(model, type):
+                classes = [each for each, value in vars(module).items() if isinstance(value, type)]
                 near = suggestion(name, classes)
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
-            declaration.adopt_forward(found)
-            self._class = found
+            declaration.adopt_forward(model)
+            self._class = model
             self._file = file
             self._positions = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
@@ -242,22 +242,22 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
         ("input", signature.inputs, annotated, needed),
         ("output", signature.outputs, predict.outputs, set()),
     )
-    for what, specs, types, required in sides:
+    for side, specs, types, required in sides:
         for name, spec in specs.items():
             kind = types.get(name)
             dims = spec.model_dims
             if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
-                found = "no"
+                actual = "no"
                 if kind is not None:
-                    found = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
+                    actual = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
                 raise InvalidArgument(
-                    f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} in the configuration, but 'predict' has {found} '{name}'"
+                    f"{side} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual} '{name}'"
                 )
         lost = sorted(required - set(specs))
         if lost:
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' has '{lost[0]}', which is not an {what} "
+                f"'predict' of model '{signature.name}' has '{lost[0]}', which is not an {side} "
                 "of the configuration"
             )
 

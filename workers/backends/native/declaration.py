@@ -93,10 +93,10 @@ def read(model: type, at: Where = nowhere) -> PredictSignature:
             tensor's. The message has a line for each wrong argument.
     """
     wrong = Collected()
-    found = wrong(_found, model, at, wrong)
+    signature = wrong(_found, model, at, wrong)
     if wrong.problems:
         raise InvalidArgument("\n".join(wrong.problems))
-    return found
+    return signature
 
 
 def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
@@ -192,10 +192,10 @@ def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[d
     """Return (`input`, `output`) of a model configuration."""
     inputs: list[dict[str, Any]] = []
     for parameter in signature.parameters:
-        made = _tensor_config(parameter.name, parameter.type)
+        tensor = _tensor_config(parameter.name, parameter.type)
         if parameter.optional:
-            made["optional"] = True
-        inputs.append(made)
+            tensor["optional"] = True
+        inputs.append(tensor)
     return inputs, [_tensor_config(name, kind) for name, kind in signature.outputs.items()]
 
 
@@ -204,17 +204,17 @@ def _tensor_config(name: str, kind: TensorType) -> dict[str, Any]:
 
 
 def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter:
-    what = f"argument '{parameter.name}' of '{owner}.predict'"
+    subject = f"argument '{parameter.name}' of '{owner}.predict'"
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise InvalidArgument(f"{what} is variadic; name each input")
+        raise InvalidArgument(f"{subject} is variadic; name each input")
     if parameter.kind is parameter.POSITIONAL_ONLY:
-        raise InvalidArgument(f"{what} is positional-only; remove the '/'")
+        raise InvalidArgument(f"{subject} is positional-only; remove the '/'")
     optional = parameter.default is not parameter.empty
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if len(options) == 1:
             hint = options[0]
-    array, kind = _tensor(what, hint)
+    array, kind = _tensor(subject, hint)
     numpy = array is np.ndarray or typing.get_origin(array) is np.ndarray
     return Parameter(parameter.name, kind, numpy or kind.datatype == "BYTES", optional)
 
@@ -222,9 +222,9 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
 def _outputs(
     owner: str, hint: Any
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]]]:
-    what = f"the result of '{owner}.predict'"
+    subject = f"the result of '{owner}.predict'"
     if typing.get_origin(hint) is tuple:
-        kinds = [_tensor(what, part)[1] for part in typing.get_args(hint)]
+        kinds = [_tensor(subject, part)[1] for part in typing.get_args(hint)]
         names = [f"output_{at}" for at in range(len(kinds))]
         return dict(zip(names, kinds, strict=True)), lambda result: _zip(owner, names, result)
     record = typing.get_origin(hint) or hint  # the origin of a generic class
@@ -235,11 +235,11 @@ def _outputs(
             fields = dataclasses.fields(record)
             kinds_by_name = {field.name: kinds_by_name[field.name] for field in fields}
         outputs = {
-            name: _tensor(f"'{name}' of {what}", kind)[1] for name, kind in kinds_by_name.items()
+            name: _tensor(f"'{name}' of {subject}", kind)[1] for name, kind in kinds_by_name.items()
         }
         needed = record.__required_keys__ if keyed else frozenset(outputs)
         return outputs, lambda result: _record(owner, outputs, needed, result)
-    return {"output": _tensor(what, hint)[1]}, lambda result: {"output": result}
+    return {"output": _tensor(subject, hint)[1]}, lambda result: {"output": result}
 
 
 def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
@@ -253,16 +253,16 @@ def _record(
 ) -> Mapping[str, Any]:
     """Return the outputs of a result: a mapping, or an object with an attribute for each output."""
     if isinstance(result, Mapping):
-        found = {name: result[name] for name in outputs if name in result}
+        values = {name: result[name] for name in outputs if name in result}
     else:
-        found = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
+        values = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
     for name in outputs:
-        if name in needed and name not in found:
+        if name in needed and name not in values:
             raise Internal(f"'{owner}.predict' did not return '{name}' as annotated")
-    return found
+    return values
 
 
-def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
+def _tensor(subject: str, hint: Any) -> tuple[Any, TensorType]:
     # Annotations of a TypedDict.
     if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
         (hint,) = typing.get_args(hint)
@@ -271,7 +271,7 @@ def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
         for note in notes:
             if isinstance(note, TensorType):
                 return array, note
-    raise InvalidArgument(f"{what} is not a tensor: {_HOW}")
+    raise InvalidArgument(f"{subject} is not a tensor: {_HOW}")
 
 
 logger = logging.getLogger(__name__)
@@ -418,12 +418,12 @@ def parameter(model: type, name: str) -> str | None:
         InvalidArgument: The attribute has a wrong type.
     """
     value = getattr(model, name, None)
-    kinds, what = _PARAMETERS[name]
+    kinds, allowed = _PARAMETERS[name]
     if value is None:
         return None
     if type(value) not in kinds:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}, got {value!r}")
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}, got {value!r}")
     try:
         return json.dumps(value) if kinds == (dict,) else str(value)
     except TypeError as error:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}: {error}") from None
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}: {error}") from None

@@ -89,14 +89,14 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         Unavailable: onnxruntime does not support the device.
     """
     runtime = import_onnxruntime()
-    given = {key: context.backend_config[key] for key in _THREADS if key in context.backend_config}
-    config = replace(config, parameters={**given, **config.parameters})
+    shared = {key: context.backend_config[key] for key in _THREADS if key in context.backend_config}
+    config = replace(config, parameters={**shared, **config.parameters})
     options = session_options(runtime, config, context.threads)
     operations = config.source.get("model_operations") or {}
     for name in operations.get("op_library_filename", ()):
         folders = (context.version_dir, context.model_dir)
-        found = (str(folder / name) for folder in folders if (folder / name).exists())
-        options.register_custom_ops_library(next(found, name))
+        paths = (str(folder / name) for folder in folders if (folder / name).exists())
+        options.register_custom_ops_library(next(paths, name))
     selected = providers(config, context.kind, context.device_id)
     present = runtime.get_available_providers()
     for name, _ in selected:
@@ -120,21 +120,21 @@ _HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_C
 def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
-    given = config.parameters
-    options.intra_op_num_threads = _whole(given, "intra_op_thread_count", threads)
-    options.inter_op_num_threads = _whole(given, "inter_op_thread_count", 0)
+    parameters = config.parameters
+    options.intra_op_num_threads = _whole(parameters, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = _whole(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = _switch(given, "execution_mode", False)
+    parallel = _switch(parameters, "execution_mode", False)
     options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
     for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, _switch(given, key, True))
+        setattr(options, attribute, _switch(parameters, key, True))
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
         1: levels.ORT_ENABLE_EXTENDED,
         2: levels.ORT_DISABLE_ALL,
     }.get(config.optimization.graph_level, levels.ORT_ENABLE_ALL)
-    for key, value in given.items():
+    for key, value in parameters.items():
         if key.startswith(("session.", "ep.")):
             options.add_session_config_entry(key, value)
     return options
@@ -148,7 +148,7 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
     """
     side = "gpu" if kind == "GPU" else "cpu"
     accelerators = config.optimization.execution_accelerators
-    found: dict[str, dict[str, str]] = {}
+    options: dict[str, dict[str, str]] = {}
     device = {"device_id": str(device_id)} if side == "gpu" else {}
     for accelerator in accelerators.get(f"{side}_execution_accelerator", ()):
         name = _ACCELERATORS.get(accelerator.name)
@@ -157,16 +157,16 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
                 f"unknown execution accelerator '{accelerator.name}' of model "
                 f"'{config.name}', known are {', '.join(_ACCELERATORS)}"
             )
-        found[name] = {**device, **accelerator.parameters}
+        options[name] = {**device, **accelerator.parameters}
     if side == "gpu":
-        given = {key: config.parameters[key] for key in _OF_CUDA if key in config.parameters}
-        found[_CUDA] = {**device, **given, **found.get(_CUDA, {})}
-    found[_CPU] = {}
-    return list(found.items())
+        settings = {key: config.parameters[key] for key in _OF_CUDA if key in config.parameters}
+        options[_CUDA] = {**device, **settings, **options.get(_CUDA, {})}
+    options[_CPU] = {}
+    return list(options.items())
 
 
-def _whole(given: dict[str, str], key: str, default: int) -> int:
-    value = given.get(key)
+def _whole(parameters: dict[str, str], key: str, default: int) -> int:
+    value = parameters.get(key)
     if value is None:
         return default
     if not value.strip().isdecimal():
@@ -174,8 +174,8 @@ def _whole(given: dict[str, str], key: str, default: int) -> int:
     return int(value)
 
 
-def _switch(given: dict[str, str], key: str, default: bool) -> bool:
-    value = given.get(key)
+def _switch(parameters: dict[str, str], key: str, default: bool) -> bool:
+    value = parameters.get(key)
     if value is None:
         return default
     if value.lower() not in _BOOLEANS:
@@ -208,10 +208,10 @@ def describe(session: Any, configured: Collection[str] = ()) -> Description:
     return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
 
-def _described(what: str, node: Any) -> Described:
+def _described(side: str, node: Any) -> Described:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        text = f"{what} '{node.name}' of the ONNX file is a {node.type}"
+        text = f"{side} '{node.name}' of the ONNX file is a {node.type}"
         raise InvalidArgument(text + _remedy(node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
@@ -243,12 +243,12 @@ def _largest_batch(tensors: Sequence[Described]) -> int:
 
 
 def check(
-    signature: Signature, description: Description, made: Collection[str] = frozenset()
+    signature: Signature, description: Description, generated: Collection[str] = frozenset()
 ) -> None:
     """Check a configuration against the file's tensors.
 
-    `made`: inputs that are generated for the batch, which clients do not send, and outputs that are
-    split.
+    `generated`: inputs that are generated for the batch, which clients do not send, and outputs
+    that are split.
 
     Raises:
         InvalidArgument: The configuration contradicts the file.
@@ -265,17 +265,17 @@ def check(
         ("input", signature.inputs, description.inputs),
         ("output", signature.outputs, description.outputs),
     )
-    for what, specs, tensors in sides:
+    for side, specs, tensors in sides:
         in_file = {tensor.name: tensor for tensor in tensors}
         for spec in specs.values():
             if spec.name not in in_file:
                 raise InvalidArgument(
-                    f"unexpected inference {what} '{spec.name}', allowed {what}s are: "
+                    f"unexpected inference {side} '{spec.name}', allowed {side}s are: "
                     f"{', '.join(sorted(in_file))}"
                 )
-            if spec.name not in made:
-                _check_tensor(what, spec, in_file[spec.name], signature)
-    lost = sorted({tensor.name for tensor in description.inputs} - {*signature.inputs, *made})
+            if spec.name not in generated:
+                _check_tensor(side, spec, in_file[spec.name], signature)
+    lost = sorted({tensor.name for tensor in description.inputs} - {*signature.inputs, *generated})
     if lost:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "
@@ -288,18 +288,18 @@ def _ranked(output: Described) -> bool:
     return bool(output.dims)
 
 
-def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Signature) -> None:
+def _check_tensor(side: str, spec: TensorSpec, tensor: Described, signature: Signature) -> None:
     if spec.datatype != tensor.datatype:
         raise InvalidArgument(
             f"unable to load model '{signature.name}', configuration expects datatype "
-            f"{TO_CONFIG[spec.datatype]} for {what} '{spec.name}', model provides "
+            f"{TO_CONFIG[spec.datatype]} for {side} '{spec.name}', model provides "
             f"{TO_CONFIG[tensor.datatype]}"
         )
     if fits_scalar(spec, tensor) and signature.max_batch_size == 0:
         return
     dims = spec.model_dims
     expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if what == "input" and not spec.ragged and not agree(dims, expected):
+    if side == "input" and not spec.ragged and not agree(dims, expected):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
             f"{len(expected)} dimensions (shape {shape_text(expected)}) but the model "
@@ -343,8 +343,8 @@ class OnnxBackend(Backend):
         signature = Signature(as_model_sees(config), self.context.version)
         ragged = Ragged(config)
         of_batches = (*config.batch_input, *config.batch_output)
-        made = {name for each in of_batches for name in each.target_name}
-        check(signature, description, made)
+        generated = {name for each in of_batches for name in each.target_name}
+        check(signature, description, generated)
         self._signature = signature
         self._scalars = {
             tensor.name
@@ -354,7 +354,7 @@ class OnnxBackend(Backend):
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")
-        as_numpy = frozenset() if on_gpu else frozenset(signature.inputs) | made
+        as_numpy = frozenset() if on_gpu else frozenset(signature.inputs) | generated
         self._runner = Runner(self.context, signature, device, as_numpy, ragged)
         self._binding: DeviceBinding | HostBinding
         if on_gpu:

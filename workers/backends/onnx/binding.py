@@ -63,30 +63,30 @@ class HostBinding:
         if len(requests) == 1 and self._bindable:
             targets = self._memory_ranges(inputs, names, requests[0])
         if not targets and not self._bf16:
-            given = {name: _text(name, array) for name, array in inputs.items()}
+            arrays = {name: _text(name, array) for name, array in inputs.items()}
             try:
-                made = self._session.run(list(names), given)
+                outputs = self._session.run(list(names), arrays)
             except UnicodeDecodeError as error:
                 raise InvalidArgument(
                     f"an output has a string that is not UTF-8, which onnxruntime cannot return: "
                     f"{error}"
                 ) from None
-            return dict(zip(names, made, strict=True))
+            return dict(zip(names, outputs, strict=True))
         try:
             return self._run_bound(inputs, names, targets)
         except RuntimeError:
             if not targets:
                 raise
             # The output may have an unexpected shape. The session is stateless and may run again.
-            made = self._run_bound(inputs, names, {})
-            self._unpredictable |= {n for n in targets if made[n].shape != targets[n].shape}
-            return made
+            outputs = self._run_bound(inputs, names, {})
+            self._unpredictable |= {n for n in targets if outputs[n].shape != targets[n].shape}
+            return outputs
 
     def _memory_ranges(
         self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
     ) -> dict[str, Array]:
         """Return arrays over memory ranges that outputs can be computed in, by name."""
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
         own = _free_places(request, _WORTH)
         for name in names:
@@ -102,8 +102,8 @@ class HostBinding:
             else:
                 buffer = self._region(own.get(name), size, tensor.datatype)
             if buffer is not None:
-                found[name] = np.ndarray(shape, _DTYPES[tensor.datatype], buffer)
-        return {name: array for name, array in found.items() if array.flags.aligned}
+                arrays[name] = np.ndarray(shape, _DTYPES[tensor.datatype], buffer)
+        return {name: array for name, array in arrays.items() if array.flags.aligned}
 
     def _reserved(self, request: Request, size: int) -> memoryview | None:
         try:
@@ -187,10 +187,10 @@ class DeviceBinding:
 
         shape, datatype = tuple(value.shape()), self._datatypes[name]
         size = math.prod(shape) * ITEM_SIZE[datatype]
-        held: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
+        array: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
         if self._kind == "cpu":  # torch does not support numpy's array interface
-            held = np.asarray(held)
-        return as_torch(datatype, shape, torch.as_tensor(held, device=self._device))
+            array = np.asarray(array)
+        return as_torch(datatype, shape, torch.as_tensor(array, device=self._device))
 
 
 class _Tensor:
@@ -259,19 +259,19 @@ def _text(name: str, array: Array) -> Array:
                 f"input '{name}' has an element that is not UTF-8, and one with a NUL: {error}"
             ) from None
         return np.array(elements, dtype=np.bytes_).reshape(array.shape)
-    made = np.empty(len(texts), np.object_)
-    made[:] = texts
-    return made.reshape(array.shape)
+    strings = np.empty(len(texts), np.object_)
+    strings[:] = texts
+    return strings.reshape(array.shape)
 
 
 def _free_places(request: Request, least: int) -> dict[str, Range]:
     """Return the output ranges of at least `least` bytes that overlap no other range."""
-    found = {
+    ranges = {
         name: memory_range
         for name, memory_range in request.memory_ranges.items()
         if memory_range.byte_size >= least and not memory_range.memory.copied
     }
-    if not found:
+    if not ranges:
         return {}
     occupied = [
         item.memory_range for item in request.inputs.values() if item.memory_range is not None
@@ -279,7 +279,7 @@ def _free_places(request: Request, least: int) -> dict[str, Range]:
     occupied += request.memory_ranges.values()
     return {
         name: memory_range
-        for name, memory_range in found.items()
+        for name, memory_range in ranges.items()
         # A range overlaps itself once.
         if sum(memory_range.overlaps(other) for other in occupied) == 1
     }

@@ -187,15 +187,15 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 def _hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
-    for name, found in vars(module).items():
-        if not isinstance(found, type) or found.__module__ != module.__name__:
+    for name, value in vars(module).items():
+        if not isinstance(value, type) or value.__module__ != module.__name__:
             continue
-        if torch is not None and issubclass(found, torch.nn.Module):
+        if torch is not None and issubclass(value, torch.nn.Module):
             return (
                 f'. Its class {name} is an nn.Module: write backend: "pytorch", '
                 f'runtime: "{file}", and the inputs and outputs into config.pbtxt'
             )
-        if hasattr(found, "predict"):
+        if hasattr(value, "predict"):
             return (
                 f". Its class {name} has a method 'predict': write backend: \"native\" and "
                 f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into '

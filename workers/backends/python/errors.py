@@ -68,7 +68,7 @@ NO_CAST = (
 )
 
 
-def text(value: object, what: str) -> str:
+def text(value: object, name: str) -> str:
     """Return a str, or bytes of UTF-8, as a str; raise TypeError for anything else.
 
     Triton accepts bytes for a str everywhere. Elements of BYTES tensors are bytes, and its examples
@@ -78,23 +78,23 @@ def text(value: object, what: str) -> str:
         try:
             return value.decode()
         except UnicodeDecodeError:
-            raise TypeError(f"{what} must be UTF-8, not {value[:64]!r}") from None
+            raise TypeError(f"{name} must be UTF-8, not {value[:64]!r}") from None
     if not isinstance(value, str):
-        raise TypeError(f"{what} must be a str, not {type(value)}")
+        raise TypeError(f"{name} must be a str, not {type(value)}")
     return value
 
 
-def listed(value: Any, what: str) -> list[Any]:
+def listed(value: Any, name: str) -> list[Any]:
     """Return the items of a sequence that is not a string.
 
-    Raise TypeError for any other value; `what` names it in the message.
+    Raise TypeError for any other value; `name` names it in the message.
     """
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__getitem__"):
-        raise TypeError(f"{what} must be a list, not {type(value)}")
+        raise TypeError(f"{name} must be a list, not {type(value)}")
     return list(value)
 
 
-def whole(value: object, what: str, least: int = 0, bits: int = 63) -> int:
+def whole(value: object, name: str, least: int = 0, bits: int = 63) -> int:
     """Return `value`, which may be numpy's, as an int in [`least`, 2**bits).
 
     Else raise TypeError.
@@ -102,9 +102,9 @@ def whole(value: object, what: str, least: int = 0, bits: int = 63) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{what} must be an int, not {type(value)}") from None
+        raise TypeError(f"{name} must be an int, not {type(value)}") from None
     if not least <= number < 2**bits:
-        raise TypeError(f"{what} must be in the range [{least}, 2**{bits}), not {number}")
+        raise TypeError(f"{name} must be in the range [{least}, 2**{bits}), not {number}")
     return number
 
 

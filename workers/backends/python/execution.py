@@ -38,9 +38,9 @@ _NOT_ITERATIVE = (
 _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
-def _misbehaved(instance: str, what: str) -> Internal:
+def _misbehaved(instance: str, problem: str) -> Internal:
     """Return the error for clients of a model that violates the API, in Triton's words."""
-    return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
+    return Internal(f"Failed to process the request(s) for model '{instance}', message: {problem}")
 
 
 class PythonExecution:
@@ -122,8 +122,8 @@ class PythonExecution:
         if returned is None and all(r.outbox is not None or r.rescheduled for r in received):
             return [None] * len(received)
         if not isinstance(returned, list):
-            what = f"Expected a list in the execute return, found type '{type(returned)}'."
-            raise _misbehaved(self._instance, what)
+            problem = f"Expected a list in the execute return, found type '{type(returned)}'."
+            raise _misbehaved(self._instance, problem)
         return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
@@ -135,21 +135,21 @@ class PythonExecution:
             return request.outbox.response
         if isinstance(response, InferenceResponse):
             return to_response(response)
-        what = (
+        problem = (
             "Expected an 'InferenceResponse' object in the execute function return list, found "
             f"type '{type(response)}'."
         )
-        return Response(error=_misbehaved(self._instance, what))
+        return Response(error=_misbehaved(self._instance, problem))
 
     def _not_rescheduled(self, response: Any) -> Response:
         """Return the error of a request that its model reschedules although it may not."""
         if response is None:
             return Response(error=Internal(_NOT_ITERATIVE))
-        what = (
+        problem = (
             "Expected a None object in the execute function return list for reschduled request, "
             f"found type '{type(response)}'."
         )
-        return Response(error=_misbehaved(self._instance, what))
+        return Response(error=_misbehaved(self._instance, problem))
 
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that threads of the model, or tasks of its loop, send."""
@@ -249,10 +249,10 @@ def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest
     for index, request in enumerate(requests):
         if not request.shared:
             continue
-        kept = sys.getrefcount(received[index]) > _LISTED
+        referenced = sys.getrefcount(received[index]) > _LISTED
         tensors = received[index].tensors
         for name in tensors:
-            if kept or sys.getrefcount(tensors[name]) > _LISTED:
+            if referenced or sys.getrefcount(tensors[name]) > _LISTED:
                 tensors[name].own()
 
 

@@ -100,9 +100,9 @@ def to_response(response: InferenceResponse) -> Response:
 
 def from_call(response: CallResponse) -> InferenceResponse:
     """Convert the response of another model."""
-    made = InferenceResponse([ReceivedTensor(output, None) for output in response.outputs])
-    made._parameters = response.parameters
-    return made
+    converted = InferenceResponse([ReceivedTensor(output, None) for output in response.outputs])
+    converted._parameters = response.parameters
+    return converted
 
 
 def from_error(error: ShmserveError) -> InferenceResponse:
@@ -384,12 +384,12 @@ class InferenceRequest:
             )
         request_id, model_name = text(request_id, "request_id"), text(model_name, "model_name")
         names = [text(n, "an output's name") for n in listed(requested_output_names, "the outputs")]
-        given = listed(inputs, "inputs")
-        for what, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
-            if not isinstance(what, kind):
-                raise TypeError(f"{what!r} must be of type {kind.__name__}")
+        tensors = listed(inputs, "inputs")
+        for option, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
+            if not isinstance(option, kind):
+                raise TypeError(f"{option!r} must be of type {kind.__name__}")
         of = f"for request with id '{request_id}' and model name '{model_name}'"
-        for tensor in given:
+        for tensor in tensors:
             if tensor is None:
                 raise TritonModelException(f"Input tensor {of} should not be empty.")
             if not isinstance(tensor, Tensor):
@@ -398,7 +398,7 @@ class InferenceRequest:
             raise TritonModelException(f"Requested output name {of} should not be empty.")
         self._request_id = request_id
         self._correlation_id = _correlation_id(correlation_id)
-        self._inputs = given
+        self._inputs = tensors
         self._outputs: Mapping[str, Any] = dict.fromkeys(names)
         self._model_name = model_name
         self._model_version = whole(model_version, "model_version", -(2**63))

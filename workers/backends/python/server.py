@@ -178,12 +178,12 @@ class ServerApi:
     def is_model_ready(self, name: str, version: str) -> bool:
         """Check whether a model (version "": its latest) can run inferences now."""
         try:
-            found = self.context.control.ask(FindModel, name, version)
+            state = self.context.control.ask(FindModel, name, version)
         except (NotFound, Unavailable):
             return False
-        if not (found["ready"] and found.get("checks_ready")):
-            return bool(found["ready"])
-        readiness = self.context.control.ask(AskReady, name, found["version"])
+        if not (state["ready"] and state.get("checks_ready")):
+            return bool(state["ready"])
+        readiness = self.context.control.ask(AskReady, name, state["version"])
         return bool(readiness["ready"])
 
 
@@ -233,7 +233,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
             f"failed to load model '{model_name}', files should be a dictionary of file paths and "
             "file contents"
         )
-    given: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for key, content in (files or {}).items():
         if not isinstance(content, bytes):
             raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
@@ -242,9 +242,9 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
             raise TritonModelException(
                 f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
             )
-        given[path.removeprefix("file:")] = content
+        contents[path.removeprefix("file:")] = content
     try:
-        current().load_model(model_name, config, given)
+        current().load_model(model_name, config, contents)
     except ShmserveError as error:
         raise TritonModelException(f"Failed to load model: {by_server(error.message)}") from None
 

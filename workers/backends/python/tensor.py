@@ -91,12 +91,12 @@ class Lender:
             self._trials_left -= 1
             self._copying = self._trials_left > 0
 
-    def _own(self, kept: Sequence[Input]) -> None:
+    def _own(self, owned: Sequence[Input]) -> None:
         logger.warning(
             "model '%s' keeps references to its inputs, so each input is copied from now on",
             self._model_name,
         )
-        memory_ranges = [source.memory_range for source in kept if source.memory_range is not None]
+        memory_ranges = [source.memory_range for source in owned if source.memory_range is not None]
         self._mappings.detach(memory_ranges)
         self._copied.inputs += sum(memory_range.byte_size for memory_range in memory_ranges)
 
@@ -198,9 +198,9 @@ class Tensor:
         datatype = PROTOCOL.get(data.dtype)
         if datatype is None:
             raise TritonModelException("DLPack tensor type is not supported.")
-        made: Tensor = object.__new__(Tensor)
-        made._name, made._datatype, made._data = name, datatype, data
-        return made
+        converted: Tensor = object.__new__(Tensor)
+        converted._name, converted._datatype, converted._data = name, datatype, data
+        return converted
 
     def name(self) -> str:
         """Return the name."""

@@ -204,18 +204,18 @@ def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
                 f"{TO_CONFIG[spec.datatype]}, but the model takes {takes}: only List[str] takes "
                 "TYPE_STRING"
             )
-    for what, specs in (("input", signature.inputs), ("output", signature.outputs)):
+    for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for spec in specs.values():
             if spec.datatype == "BYTES" and len(spec.model_dims) != 1:
                 raise InvalidArgument(
-                    f"Triton only supports 1 dimensional List of String as {what} for "
+                    f"Triton only supports 1 dimensional List of String as {side} for "
                     f"'{spec.name}' for model '{signature.name}'"
                 )
 
 
-def _texts(given: Any) -> list[str]:
+def _texts(array: Any) -> list[str]:
     """Return the elements of a BYTES input, in order."""
-    return [_text(element) for element in given.reshape(-1)]
+    return [_text(element) for element in array.reshape(-1)]
 
 
 def _text(element: bytes) -> Any:
@@ -234,14 +234,14 @@ _JIT = {
 }
 
 
-def _set_options(given: dict[str, str]) -> None:
-    if _boolean(given, "DISABLE_OPTIMIZED_EXECUTION", False):
+def _set_options(parameters: dict[str, str]) -> None:
+    if _boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
     for key, switch in _JIT.items():
-        if key in given:
-            getattr(torch._C, switch)(_boolean(given, key, True))
+        if key in parameters:
+            getattr(torch._C, switch)(_boolean(parameters, key, True))
     for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
-        value = given.get(key)
+        value = parameters.get(key)
         if value is None:
             continue
         if not value.isdecimal() or int(value) < 1:
@@ -249,7 +249,7 @@ def _set_options(given: dict[str, str]) -> None:
         torch.set_num_threads(int(value))
     # Torch permits this only before parallel work has started.
     with contextlib.suppress(RuntimeError):
-        inter = given.get("INTER_OP_THREAD_COUNT") or given.get("NUM_INTEROP_THREADS")
+        inter = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get("NUM_INTEROP_THREADS")
         if inter and inter.isdecimal():
             torch.set_num_interop_threads(int(inter))
 
@@ -266,8 +266,8 @@ def _what_to_write(config: ModelSpec, program: Program) -> str:
     )
 
 
-def _boolean(given: dict[str, str], key: str, default: bool) -> bool:
-    text = given.get(key)
+def _boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
+    text = parameters.get(key)
     if text is None:
         return default
     value = _BOOLEANS.get(text.lower())

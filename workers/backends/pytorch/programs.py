@@ -108,7 +108,7 @@ class ArgumentBinding:
                 f"takes {len(arguments)}: {_list([argument.name for argument in arguments])}"
             )
 
-    def bind(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def bind(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return (positional, keyword) arguments for the inputs of a request, without absent ones.
 
         Raises:
@@ -117,18 +117,18 @@ class ArgumentBinding:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for position, name in self.by_position:
-            if name not in given:
+            if name not in inputs:
                 continue
             argument = None if self._arguments is None else self._arguments[position]
             if position == len(args) and not (argument and argument.by_name):
-                args.append(given[name])
+                args.append(inputs[name])
             elif argument is None:
                 raise InvalidArgument(
                     f"input '{name}' cannot be given without those before it: the model takes its "
                     "inputs by position"
                 )
             else:
-                kwargs[argument.name] = given[name]
+                kwargs[argument.name] = inputs[name]
         return args, kwargs
 
 
@@ -190,7 +190,7 @@ class ResultBinding:
 
 
 def _positions(
-    model: str, what: str, names: Sequence[str], limit: int, strict: bool = True
+    model: str, side: str, names: Sequence[str], limit: int, strict: bool = True
 ) -> list[int]:
     matches = [_INDEXED.fullmatch(name) for name in names]
     if names and all(matches):
@@ -198,12 +198,12 @@ def _positions(
         for at, index in enumerate(indices):
             if index in indices[:at]:
                 raise InvalidArgument(
-                    f"{what}s '{names[indices.index(index)]}' and '{names[at]}' of model '{model}' "
+                    f"{side}s '{names[indices.index(index)]}' and '{names[at]}' of model '{model}' "
                     "have the same index: the number after '__' is the position"
                 )
             if strict and index >= limit:
                 raise InvalidArgument(
-                    f"{what} '{names[at]}' of model '{model}' has the index {index}, but the "
+                    f"{side} '{names[at]}' of model '{model}' has the index {index}, but the "
                     f"largest possible is {limit - 1}: the number after '__' is the position, "
                     "from 0"
                 )
@@ -213,7 +213,7 @@ def _positions(
             "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
             "mapped by their order in the configuration",
             model,
-            what,
+            side,
             _list(names),
         )
     return list(range(len(names)))
@@ -251,11 +251,11 @@ def _reading(path: Path) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        what = f"cannot be read: {in_words(error)}"
+        problem = f"cannot be read: {in_words(error)}"
         # The error class is defined in the module pickle.
         if type(error).__name__ == "UnpicklingError":
-            what = "contains objects that are not tensors"
-        raise InvalidArgument(f"'{path.name}' {what}") from error
+            problem = "contains objects that are not tensors"
+        raise InvalidArgument(f"'{path.name}' {problem}") from error
 
 
 def load_script(path: Path, device: Device) -> Program:
@@ -278,12 +278,12 @@ def load_script(path: Path, device: Device) -> Program:
         ) from None
     module.eval()
     schema = module.forward.schema
-    taken = schema.arguments[1:]
+    inputs = schema.arguments[1:]
     arguments = [
         Argument(item.name, not item.has_default_value(), strings=_is_strings(item.type))
-        for item in taken
+        for item in inputs
     ]
-    single_dict = len(taken) == 1 and isinstance(taken[0].type, torch._C.DictType)
+    single_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
     call, count = module, None
     if len(schema.returns) == 1:
         kind = schema.returns[0].type
@@ -385,12 +385,12 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
-    found = [
+    classes = [
         value
         for _, value in sorted(vars(module).items())
         if isinstance(value, type) and issubclass(value, torch.nn.Module)
     ]
-    own = [kind for kind in found if kind.__module__ == module.__name__] or found
+    own = [kind for kind in classes if kind.__module__ == module.__name__] or classes
     if not own:
         raise InvalidArgument(f"'{path.name}' does not define a subclass of torch.nn.Module")
     for kind in own:
@@ -426,18 +426,18 @@ def _read_weights(path: Path) -> dict[str, Any]:
 
 
 def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
-    found = []
+    arguments = []
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
-        found.append(
+        arguments.append(
             Argument(
                 parameter.name,
                 parameter.default is parameter.empty,
                 by_name=parameter.kind is parameter.KEYWORD_ONLY,
             )
         )
-    return found
+    return arguments
 
 
 def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:

@@ -80,10 +80,10 @@ class VllmBackend(Backend):
             "model_transaction_policy": {"decoupled": True},
             "parameters": parameters,
         }
-        for field, known in (("input", inputs), ("output", outputs)):
-            given = config.get(field) or []
-            names = {each["name"] for each in given}
-            completed[field] = given + [each for each in known if each["name"] not in names]
+        for field, defaults in (("input", inputs), ("output", outputs)):
+            tensors = config.get(field) or []
+            names = {each["name"] for each in tensors}
+            completed[field] = tensors + [each for each in defaults if each["name"] not in names]
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -93,8 +93,8 @@ class VllmBackend(Backend):
             InvalidArgument: The configuration or model.json is wrong. Errors of vLLM are passed on.
         """
         if config.max_batch_size:
-            found = config.max_batch_size
-            raise InvalidArgument(f"max_batch_size: {found} is not 0: vLLM forms the batches")
+            size = config.max_batch_size
+            raise InvalidArgument(f"max_batch_size: {size} is not 0: vLLM forms the batches")
         if not config.decoupled:
             raise InvalidArgument("model_transaction_policy: backend 'vllm' is decoupled")
         devices = devices_of(self.context, config, self._arguments.engine)
@@ -112,16 +112,16 @@ class VllmBackend(Backend):
         """Pass requests to the engine."""
         for stream in streams:
             try:
-                given = given_inputs(stream.request, sys.maxsize)
-                parameters, echoes = merged_parameters(stream.request, given)
+                inputs = given_inputs(stream.request, sys.maxsize)
+                parameters, echoes = merged_parameters(stream.request, inputs)
             except Exception as error:
                 stream.fail_raised(error)
                 continue
             task = parameters.pop("task", None)
             serving = (
-                self._serve(stream, given, parameters, echoes)
+                self._serve(stream, inputs, parameters, echoes)
                 if task is None
-                else self._convert(stream, task, given, parameters)
+                else self._convert(stream, task, inputs, parameters)
             )
             future = self._loop.run(serving, partial(self._failed, stream))
             future.add_done_callback(partial(_end_cancelled, stream))
@@ -151,55 +151,55 @@ class VllmBackend(Backend):
     async def _serve(
         self,
         stream: ResponseStream,
-        given: dict[str, Any],
+        inputs: dict[str, Any],
         parameters: dict[str, Any],
         echoes: bool,
     ) -> None:
         assert self._engine is not None
         for name in ("image", "embedding_request"):
-            if name in given:
+            if name in inputs:
                 raise Unsupported(
                     f"{name}: it is not supported; backend 'vllm' serves requests for text only"
                 )
-        wanted = {output.name for output in stream.request.schema.outputs}
+        requested = {output.name for output in stream.request.schema.outputs}
         streams = bool(parameters.get("stream"))
-        call = await self._engine.call(given, parameters, echoes, openai="usage" in wanted)
-        flags = [name for name in FLAGS if given.get(f"return_{name}")]
-        answer = VllmAnswer(call, wanted, flags, streams)
+        call = await self._engine.call(inputs, parameters, echoes, openai="usage" in requested)
+        flags = [name for name in FLAGS if inputs.get(f"return_{name}")]
+        answer = VllmAnswer(call, requested, flags, streams)
         self._number += 1
         work, credit = stream.request.work, asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
-        async for found in self._engine.generate(call, f"shmserve-{self._number}", work.priority):
-            responses = answer.responses(found)
+        async for result in self._engine.generate(call, f"shmserve-{self._number}", work.priority):
+            responses = answer.responses(result)
             for count, outputs in enumerate(responses, 1):
                 while not stream.may_send:
                     # vLLM merges further outputs of the request until they are read.
                     credit.clear()
                     if not stream.may_send and not await _arrives(credit):
                         raise Unavailable(_NOT_READ)
-                stream.send(Response(outputs), found.finished and count == len(responses))
+                stream.send(Response(outputs), result.finished and count == len(responses))
         stream.send(final=True)  # this has no effect after a final response
 
     async def _convert(
         self,
         stream: ResponseStream,
         task: str,
-        given: dict[str, Any],
+        inputs: dict[str, Any],
         parameters: dict[str, Any],
     ) -> None:
         """Send the tokens of a prompt, or the text of tokens."""
         assert self._engine is not None
-        found = await self._engine.convert(task, given, parameters)
-        wanted = {output.name for output in stream.request.schema.outputs} or found
-        stream.send(Response([output(name, found[name]) for name in found if name in wanted]), True)
+        data = await self._engine.convert(task, inputs, parameters)
+        names = {output.name for output in stream.request.schema.outputs} or data
+        stream.send(Response([output(name, data[name]) for name in data if name in names]), True)
 
     async def _watch(self) -> None:
         """Report metrics, and detect the end of the engine."""
         assert self._engine is not None
         while not self._engine.errored:
-            found = families(REGISTRY.collect(), self.context.version)
-            if found != self._last:
-                self._families = self._last = found
+            current = families(REGISTRY.collect(), self.context.version)
+            if current != self._last:
+                self._families = self._last = current
                 self.context.control.wake()  # wakes the main loop, which reports the metrics
             await asyncio.sleep(_PERIOD_S)
         raise Internal("vLLM's engine has ended")
@@ -252,23 +252,23 @@ def families(collected: Iterable[Any], version: str) -> list[list[Any]]:
     A label with the version distinguishes the versions of a model. Gauges of several instances are
     added up.
     """
-    made: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     rows: dict[tuple[str, Any], list[Any]] = {}
-    for found in collected:
-        kind = found.type.upper()
-        if not found.name.startswith(_METRICS) or kind not in ("COUNTER", "GAUGE", "HISTOGRAM"):
+    for metric in collected:
+        kind = metric.type.upper()
+        if not metric.name.startswith(_METRICS) or kind not in ("COUNTER", "GAUGE", "HISTOGRAM"):
             continue
-        for name, labels, value, *_ in found.samples:
-            family = name if kind == "COUNTER" else found.name
+        for name, labels, value, *_ in metric.samples:
+            family = name if kind == "COUNTER" else metric.name
             if name.endswith("_created"):
                 continue
             bound = labels.get("le", "")
-            given = {key: each for key, each in labels.items() if key != "le"}
-            key = tuple(sorted({**given, "version": version}.items()))
+            named = {key: each for key, each in labels.items() if key != "le"}
+            key = tuple(sorted({**named, "version": version}.items()))
             if (family, key) not in rows:
                 row = rows[family, key] = [key, [0.0] if kind == "HISTOGRAM" else [], []]
-                about = [family, found.documentation, kind, []]
-                made.setdefault(family, about)[3].append(row)
+                about = [family, metric.documentation, kind, []]
+                by_name.setdefault(family, about)[3].append(row)
             _, numbers, bounds = rows[family, key]
             if kind != "HISTOGRAM":
                 numbers += [value] if kind == "COUNTER" else [0, 0, value]
@@ -277,4 +277,4 @@ def families(collected: Iterable[Any], version: str) -> list[list[Any]]:
             elif bound:
                 numbers.append(value - sum(numbers[1:]))  # Prometheus's buckets are cumulative
                 bounds += [] if bound == "+Inf" else [float(bound)]
-    return list(made.values())
+    return list(by_name.values())

@@ -43,16 +43,16 @@ class VllmAnswer:
 
     Args:
         call: The request.
-        wanted: The names of the outputs; empty: the text.
+        requested: The names of the outputs; empty: the text.
         flags: The names of `FLAGS` that are requested by inputs.
         stream: Whether a response has the new text of one sample, or the whole text of all.
     """
 
     def __init__(
-        self, call: VllmCall, wanted: Collection[str], flags: Collection[str], stream: bool
+        self, call: VllmCall, requested: Collection[str], flags: Collection[str], stream: bool
     ) -> None:
         self._call = call
-        self._wanted = {*(wanted or ("text_output",)), *flags}
+        self._wanted = {*(requested or ("text_output",)), *flags}
         self._flags = flags
         self._stream = stream
         self._prompt: list[int] = []
@@ -61,31 +61,31 @@ class VllmAnswer:
         self._offsets: dict[int, int] = {}  # the number of characters of tokens by sample
         self._parsers: dict[int, Parser] = {}
 
-    def responses(self, found: Any) -> list[list[Output]]:
+    def responses(self, result: Any) -> list[list[Output]]:
         """Return the outputs of each response.
 
         Raises:
             Internal: The engine has failed to generate a sample.
         """
-        self._prompt = self._prompt or list(found.prompt_token_ids or ())
-        self._cached = self._cached or found.num_cached_tokens or 0
-        for each in found.outputs:
+        self._prompt = self._prompt or list(result.prompt_token_ids or ())
+        self._cached = self._cached or result.num_cached_tokens or 0
+        for each in result.outputs:
             if each.finish_reason == "error":
                 raise Internal("the engine has failed to generate the text")
             if self._call.only_prompt:
                 each.text, each.token_ids, each.logprobs = "", [], []
                 each.finish_reason = "length"
-        groups = [[each] for each in found.outputs] if self._stream else [found.outputs]
-        last = len(groups) if found.finished else 0
-        return [self._outputs(found, each, n == last) for n, each in enumerate(groups, 1)]
+        groups = [[each] for each in result.outputs] if self._stream else [result.outputs]
+        last = len(groups) if result.finished else 0
+        return [self._outputs(result, each, n == last) for n, each in enumerate(groups, 1)]
 
-    def _outputs(self, found: Any, samples: Sequence[Any], ends: bool) -> list[Output]:
+    def _outputs(self, result: Any, samples: Sequence[Any], ends: bool) -> list[Output]:
         first = {each.index for each in samples} - self._counts.keys()
         for each in samples:
             self._counts[each.index] = self._counts.get(each.index, 0) + len(each.token_ids)
         texts = [(self._call.text if each.index in first else "") + each.text for each in samples]
         none = "None" if "finish_reason" in self._flags else ""
-        made: dict[str, Iterable[Any]] = {
+        values: dict[str, Iterable[Any]] = {
             "text_output": map(str.encode, texts),
             "index": [each.index for each in samples],
             "token_ids": [token for each in samples for token in each.token_ids],
@@ -98,14 +98,14 @@ class VllmAnswer:
             "usage": [self._usage() if ends else b""],
         }
         if "logprobs" in self._flags:
-            made["logprobs"] = [_plain_logprobs(each.logprobs) for each in samples]
+            values["logprobs"] = [_plain_logprobs(each.logprobs) for each in samples]
         elif "logprobs" in self._wanted:
-            made["logprobs"] = [
-                self._logprobs(found, each, each.index in first) for each in samples
+            values["logprobs"] = [
+                self._logprobs(result, each, each.index in first) for each in samples
             ]
         if "message" in self._wanted:
-            made["message"] = map(self._message, samples)
-        return [output(name, made[name]) for name in OUTPUTS if name in self._wanted]
+            values["message"] = map(self._message, samples)
+        return [output(name, values[name]) for name in OUTPUTS if name in self._wanted]
 
     def _usage(self) -> bytes:
         counts = [count for _, count in sorted(self._counts.items())]
@@ -123,10 +123,10 @@ class VllmAnswer:
         parts = sample.text, list(sample.token_ids), self._prompt
         return json.dumps(parser.parse(*parts, self._stream, ended)).encode()
 
-    def _logprobs(self, found: Any, sample: Any, first: bool) -> bytes:
+    def _logprobs(self, result: Any, sample: Any, first: bool) -> bytes:
         """Return the log probabilities in the form that the OpenAI API's handlers read."""
         call = self._call
-        prompt = _listed(self._prompt, found.prompt_logprobs) if first else []
+        prompt = _listed(self._prompt, result.prompt_logprobs) if first else []
         new = _listed(sample.token_ids, sample.logprobs)
         content = [
             _scored(*each, call.top) for each in (prompt if call.first is not None else []) + new
@@ -159,9 +159,9 @@ def _scored(token: int, step: Step | None, top: int) -> dict[str, Any]:
     return {**_token(token, step.get(token)), "rank": rank, "top_logprobs": likeliest}
 
 
-def _token(token: int, found: Any) -> dict[str, Any]:
-    text = (found and found.decoded_token) or ""
-    value = max(found.logprob, _LEAST_LOGPROB) if found else _LEAST_LOGPROB
+def _token(token: int, score: Any) -> dict[str, Any]:
+    text = (score and score.decoded_token) or ""
+    value = max(score.logprob, _LEAST_LOGPROB) if score else _LEAST_LOGPROB
     return {"token_id": token, "token": text, "logprob": value, "bytes": list(text.encode())}
 
 

@@ -54,19 +54,19 @@ class Arguments:
         Raises:
             InvalidArgument: A file is missing, or is not a JSON object.
         """
-        given = {
+        settings = {
             name: {"true": True, "false": False}.get(str(value), value)
             for name, value in _object(folder / FILE).items()
             if name not in _PLAIN_ARGUMENTS
         }
-        server = {name: given.pop(name) for name in (*_OF_SERVER, _TOOLS) if name in given}
-        if not isinstance(given.get("model"), str):
+        server = {name: settings.pop(name) for name in (*_OF_SERVER, _TOOLS) if name in settings}
+        if not isinstance(settings.get("model"), str):
             raise InvalidArgument(f"{FILE}: 'model' is missing; set it to a path or a name")
-        if (folder / given["model"]).exists():
-            given["model"] = str(folder / given["model"])
-        given.setdefault("served_model_name", model_name)
-        adapters = _object(folder / "multi_lora.json") if given.get("enable_lora") else {}
-        return cls(given, server, adapters)
+        if (folder / settings["model"]).exists():
+            settings["model"] = str(folder / settings["model"])
+        settings.setdefault("served_model_name", model_name)
+        adapters = _object(folder / "multi_lora.json") if settings.get("enable_lora") else {}
+        return cls(settings, server, adapters)
 
     def for_vllm(self) -> Any:
         """Return the arguments of the engine in vLLM's class.
@@ -80,10 +80,10 @@ class Arguments:
             from vllm.engine.arg_utils import AsyncEngineArgs
         except ImportError as error:
             raise InvalidArgument(f"backend 'vllm' needs vLLM: {error}") from None
-        known = AsyncEngineArgs.__dataclass_fields__
+        fields = AsyncEngineArgs.__dataclass_fields__
         for name in self.engine:
-            if name not in known:
-                near = suggestion(name, known)
+            if name not in fields:
+                near = suggestion(name, fields)
                 raise InvalidArgument(f"{FILE}: {name} is not an argument of vLLM's engine{near}")
         return AsyncEngineArgs(**self.engine)
 
@@ -99,14 +99,14 @@ class Arguments:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidArgument(f"unable to find '{path.parent.name}/{path.name}'") from None
     except ValueError as error:
         raise InvalidArgument(f"{path.name}: it is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidArgument(f"{path.name}: expected an object, found {clip(repr(found))}")
-    return found
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path.name}: expected an object, found {clip(repr(value))}")
+    return value
 
 
 @dataclass
@@ -151,13 +151,13 @@ class Parser:
         if stream:
             found = self._parser.parse_delta(text, tokens, request, prompt, finished=ended)
             content, reasoning = (found.content, found.reasoning) if found else (None, None)
-            made = found.tool_calls if found else ()
-            calls = [(each.index, each.id, each.function) for each in made]
+            tool_calls = found.tool_calls if found else ()
+            calls = [(each.index, each.id, each.function) for each in tool_calls]
         else:
             self._parser.set_prompt_token_ids(prompt)
             options = {"enable_auto_tools": True, "model_output_token_ids": tokens}
-            reasoning, content, made = self._parser.parse(text, request, **options)
-            calls = [(index, each.id, each) for index, each in enumerate(made or ())]
+            reasoning, content, tool_calls = self._parser.parse(text, request, **options)
+            calls = [(index, each.id, each) for index, each in enumerate(tool_calls or ())]
         encoded = []
         for index, number, function in calls:
             call = {"index": index, "arguments": (function and function.arguments) or ""}
@@ -191,13 +191,13 @@ class VllmEngine:
         Raises:
             InvalidArgument: As by `Arguments.for_vllm`. Errors of vLLM are passed on.
         """
-        made = arguments.for_vllm()
+        engine_args = arguments.for_vllm()
         from vllm.lora.request import LoRARequest
         from vllm.renderers.chat_utils import load_chat_template
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        engine = AsyncLLM.from_engine_args(made)
+        engine = AsyncLLM.from_engine_args(engine_args)
         server = {"chat_template_content_format": "auto", **arguments.server}
         tools = server.pop(_TOOLS, None)
         renderer = OnlineRenderer(
@@ -221,10 +221,10 @@ class VllmEngine:
     def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         """Return the iterator of the outputs of a call; closing it aborts the request."""
         options = {"priority": priority, **call.options}
-        found: AsyncIterator[Any] = self._engine.generate(
+        results: AsyncIterator[Any] = self._engine.generate(
             call.prompt, call.parameters, request_id, **options
         )
-        return found
+        return results
 
     def shutdown(self) -> None:
         """End the engine's processes."""
@@ -251,12 +251,12 @@ class VllmEngine:
     # --- calls
 
     async def call(
-        self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
         """Return the call for the inputs and the parameters of a request.
 
         Args:
-            given: The inputs by name.
+            inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities begin with those of the prompt.
             openai: Whether parameters have the defaults of vLLM's server, as chats always do.
@@ -264,10 +264,10 @@ class VllmEngine:
         Raises:
             InvalidArgument: An input or a parameter is wrong; other errors are for `refusal`.
         """
-        named = [name for name in _PROMPTS if name in given]
+        named = [name for name in _PROMPTS if name in inputs]
         if len(named) != 1:
-            found = " and ".join(named) or "none"
-            raise InvalidArgument(f"exactly one of {', '.join(_PROMPTS)} is required, got {found}")
+            shown = " and ".join(named) or "none"
+            raise InvalidArgument(f"exactly one of {', '.join(_PROMPTS)} is required, got {shown}")
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in self._adapters:
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
@@ -279,9 +279,9 @@ class VllmEngine:
         if rules:
             body["structured_outputs"] = rules
         if named[0] == "messages":
-            call = await self._chat(json.loads(given["messages"]), body)
+            call = await self._chat(json.loads(inputs["messages"]), body)
         else:
-            source = given[named[0]]
+            source = inputs[named[0]]
             source = source if isinstance(source, str) else source.tolist()
             defaults = self._defaults if openai else {}
             call = await self._completion({**body, "prompt": source, "echo": echoes}, defaults)
@@ -293,7 +293,7 @@ class VllmEngine:
         return call
 
     async def convert(
-        self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
+        self, task: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the tokens of a prompt and their strings as JSON, or the text of tokens.
 
@@ -305,14 +305,14 @@ class VllmEngine:
         render = self._renderer
         name = "add_special_tokens"
         special = {name: parameters[name]} if name in parameters else {}
-        if task == "detokenize" and "input_ids" in given:
-            tokens = given["input_ids"].tolist()
+        if task == "detokenize" and "input_ids" in inputs:
+            tokens = inputs["input_ids"].tolist()
             self._engine.renderer.validate_token_ids(tokens, parameter="tokens")
             made = protocol.DetokenizeRequest(tokens=tokens).build_tok_params(self._config)
-            found = await render.renderer.tokenize_prompt_async({"prompt_token_ids": tokens}, made)
-            return {"text_output": [found["prompt"].encode()]}
-        if task == "tokenize" and "messages" in given:
-            told = json.loads(given["messages"])
+            reply = await render.renderer.tokenize_prompt_async({"prompt_token_ids": tokens}, made)
+            return {"text_output": [reply["prompt"].encode()]}
+        if task == "tokenize" and "messages" in inputs:
+            told = json.loads(inputs["messages"])
             chat = told if isinstance(told, dict) else {"messages": told}
             request = protocol.TokenizeChatRequest.model_validate({**chat, **special})
             _, (prompt,) = await render.preprocess_chat(
@@ -323,8 +323,8 @@ class VllmEngine:
                 default_template_kwargs=render.default_chat_template_kwargs,
                 tool_dicts=[tool.model_dump() for tool in request.tools or ()] or None,
             )
-        elif task == "tokenize" and "text_input" in given:
-            text = given["text_input"]
+        elif task == "tokenize" and "text_input" in inputs:
+            text = inputs["text_input"]
             request = protocol.TokenizeCompletionRequest(prompt=text, **special)
             (prompt,) = await render.preprocess_completion(
                 request, prompt_input=text, prompt_embeds=None

@@ -91,11 +91,11 @@ class Rope:
             return (numerator * logarithm + 1.0) / (under * logarithm + 1.0)
         return logarithm + 1.0
 
-    def positions(self, given: int) -> int:
+    def positions(self, trained: int) -> int:
         """Return the number of positions, which a factor extends as in vLLM."""
         if self.kind not in ("linear", "yarn"):
-            return given
-        return max(given, int(self.numbers.get(_TRAINED, given) * self.numbers["factor"]))
+            return trained
+        return max(trained, int(self.numbers.get(_TRAINED, trained) * self.numbers["factor"]))
 
     def _yarn(self, size: int) -> torch.Tensor:
         """Divide frequencies with few rotations by the factor, with a ramp between."""
@@ -169,15 +169,15 @@ class Architecture:
         if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
-        made = cls._made(family, config, heads, positions, rope)
-        if heads % made.kv_heads:
+        architecture = cls._made(family, config, heads, positions, rope)
+        if heads % architecture.kv_heads:
             problems.append(
-                f"config.json: num_key_value_heads: {made.kv_heads} does not divide "
+                f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
                 f"num_attention_heads, {heads}"
             )
-        if made.head_dim % 2:
-            problems.append(f"config.json: head_dim: {made.head_dim} is not an even number")
-        return None if len(problems) > problem_count else made
+        if architecture.head_dim % 2:
+            problems.append(f"config.json: head_dim: {architecture.head_dim} is not an even number")
+        return None if len(problems) > problem_count else architecture
 
     @classmethod
     def _made(
@@ -215,16 +215,16 @@ class Architecture:
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each weight by its name in the files."""
         hidden = self.hidden
-        found: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocabulary, hidden),
             "model.norm.weight": (hidden,),
         }
         if not self.tied:
-            found["lm_head.weight"] = (self.vocabulary, hidden)
+            shapes["lm_head.weight"] = (self.vocabulary, hidden)
         for layer in range(self.layers):
             for name, shape in self._layer().items():
-                found[f"model.layers.{layer}.{name}"] = shape
-        return found
+                shapes[f"model.layers.{layer}.{name}"] = shape
+        return shapes
 
     def _layer(self) -> dict[str, tuple[int, ...]]:
         hidden, inner = self.hidden, self.inner
@@ -238,15 +238,15 @@ class Architecture:
             "mlp.up_proj": (inner, hidden, self.inner_bias),
             "mlp.down_proj": (hidden, inner, self.inner_bias),
         }
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, (rows, columns, biased) in linears.items():
-            found[f"{name}.weight"] = (rows, columns)
+            shapes[f"{name}.weight"] = (rows, columns)
             if biased:
-                found[f"{name}.bias"] = (rows,)
+                shapes[f"{name}.bias"] = (rows,)
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
         if self.head_norms:
             norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
-        return found | {f"{name}.weight": (size,) for name, size in norms.items()}
+        return shapes | {f"{name}.weight": (size,) for name, size in norms.items()}
 
 
 def _family(config: Mapping[str, Any], problems: list[str]) -> str:
@@ -256,12 +256,12 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> str:
     if not names and config.get("model_type") in DEFAULTS:
         family = config["model_type"]
     if not family:
-        field, found = "architectures", ", ".join(map(str, names))
+        field, value = "architectures", ", ".join(map(str, names))
         allowed = ", ".join(_FAMILIES)
         if not names and config.get("model_type"):
-            field, found, allowed = "model_type", config["model_type"], ", ".join(DEFAULTS)
+            field, value, allowed = "model_type", config["model_type"], ", ".join(DEFAULTS)
         problems.append(
-            f"config.json: {field}: {found or 'nothing'} is not supported (supported: {allowed})"
+            f"config.json: {field}: {value or 'nothing'} is not supported (supported: {allowed})"
         )
     return family
 
@@ -273,8 +273,8 @@ def _check_windows(
     types = config.get("layer_types") or []
     unsupported = sorted({str(each) for each in types} - {"full_attention"})
     if unsupported:
-        found = ", ".join(unsupported)
-        problems.append(f"config.json: layer_types: {found} is not supported, only full_attention")
+        listed = ", ".join(unsupported)
+        problems.append(f"config.json: layer_types: {listed} is not supported, only full_attention")
     window = config.get("sliding_window")
     slides = family == "mistral"
     if family in ("qwen2", "qwen3") and not types:
@@ -293,11 +293,11 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     The forms are `rope_parameters`, or `rope_theta` and `rope_scaling`.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(field) or {}
-    given = given.get("full_attention", given)
-    kind = given.get("rope_type") or given.get("type") or "default"
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    part = given.get("partial_rotary_factor")
+    scaling = config.get(field) or {}
+    scaling = scaling.get("full_attention", scaling)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    part = scaling.get("partial_rotary_factor")
     if part not in _SUPPORTED["partial_rotary_factor"]:
         problems.append(f"config.json: {field}: partial_rotary_factor: {part!r} is not 1.0")
     if kind not in _SCALINGS:
@@ -305,14 +305,14 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
         problems.append(f"config.json: {field}: {kind!r} is not supported (supported: {allowed})")
         return Rope(theta, "default", {})
     positions = config["max_position_embeddings"]
-    trained = config.get(_TRAINED) or given.get(_TRAINED) or positions
-    given = {**given, _TRAINED: trained}
-    if kind == "yarn" and given.get("factor") is None and "factor" in given:
-        given["factor"] = positions / trained
+    trained = config.get(_TRAINED) or scaling.get(_TRAINED) or positions
+    scaling = {**scaling, _TRAINED: trained}
+    if kind == "yarn" and scaling.get("factor") is None and "factor" in scaling:
+        scaling["factor"] = positions / trained
     required = (*_SCALINGS[kind], *([_TRAINED] if kind in ("llama3", "yarn") else []))
-    missing = [name for name in required if not isinstance(given.get(name), (int, float))]
+    missing = [name for name in required if not isinstance(scaling.get(name), (int, float))]
     if missing:
         problems.append(f"config.json: {field}: {kind} needs {', '.join(missing)}")
         return Rope(theta, "default", {})
-    optional = [name for name in _OPTIONAL if kind == "yarn" and given.get(name) is not None]
-    return Rope(theta, kind, {name: float(given[name]) for name in (*required, *optional)})
+    optional = [name for name in _OPTIONAL if kind == "yarn" and scaling.get(name) is not None]
+    return Rope(theta, kind, {name: float(scaling[name]) for name in (*required, *optional)})

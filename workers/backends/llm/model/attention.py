@@ -204,7 +204,7 @@ class LoneRow(NamedTuple):
 
 def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
     """Return the rows of a pass that are computed one by one."""
-    found: list[LoneRow] = []
+    lone: list[LoneRow] = []
     for span in rows.spans:
         if span.prompt or span.size > _MOST_ROWS:
             continue
@@ -212,8 +212,8 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
             length = span.before + index + 1
             grain = max(_GRAIN, 1 << length.bit_length() >> 3)
             width = min(length + -length % grain, cache.slots)
-            found.append(LoneRow(span.first + index, length, width, span.table))
-    return found
+            lone.append(LoneRow(span.first + index, length, width, span.table))
+    return lone
 
 
 class Seen(NamedTuple):
@@ -278,10 +278,10 @@ class Seen(NamedTuple):
             weights = torch.cat(
                 [part.view(-1, width).softmax(-1).view(-1) for part, width in parts]
             )
-        found = torch._embedding_bag_forward_only(
+        output = torch._embedding_bag_forward_only(
             values, self.columns, self.ends, per_sample_weights=weights, include_last_offset=True
         )
-        return found[0].view(self.row_indices.shape[0], -1)
+        return output[0].view(self.row_indices.shape[0], -1)
 
 
 def _row_ends(counts: np.ndarray) -> torch.Tensor:
@@ -365,8 +365,8 @@ class Attention:
         runs = self._runs(rows, rows.spans)
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            found = torch.cat([self._find(heads, layer, run) for run in runs])
-            return _padded(found, heads.shape[0])
+            output = torch.cat([self._find(heads, layer, run) for run in runs])
+            return _padded(output, heads.shape[0])
 
         return attend
 
@@ -383,7 +383,7 @@ class Attention:
             return functional.scaled_dot_product_attention(shared, keys, values).reshape(1, -1)
         rows = padded(run.size) if run.mask is None else len(run.mask)
         queries = torch.cat((queries, queries[-1:].expand(rows - run.size, -1, -1)))
-        found = functional.scaled_dot_product_attention(
+        output = functional.scaled_dot_product_attention(
             queries.transpose(0, 1).unsqueeze(0),
             keys,
             values,
@@ -391,7 +391,7 @@ class Attention:
             is_causal=run.mask is None,
             enable_gqa=keys.shape[1] != queries.shape[1],
         )
-        return found.squeeze(0).transpose(0, 1)[: run.size].reshape(run.size, -1)
+        return output.squeeze(0).transpose(0, 1)[: run.size].reshape(run.size, -1)
 
     def _read(self, pool: torch.Tensor, run: Run) -> torch.Tensor:
         """Return a sequence's keys or values in a layer, [1, KV heads, length, head size]."""
@@ -420,14 +420,14 @@ class SparseAttention(Attention):
         runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            mine = seen.attend(heads, *cache.rows[layer])
+            sparse = seen.attend(heads, *cache.rows[layer])
             if not runs:
-                return _padded(mine, heads.shape[0])
-            found = heads.new_empty(count, mine.shape[1])
-            found[seen.row_indices] = mine
+                return _padded(sparse, heads.shape[0])
+            output = heads.new_empty(count, sparse.shape[1])
+            output[seen.row_indices] = sparse
             for run in runs:
-                found[run.first : run.first + run.size] = self._find(heads, layer, run)
-            return _padded(found, heads.shape[0])
+                output[run.first : run.first + run.size] = self._find(heads, layer, run)
+            return _padded(output, heads.shape[0])
 
         return attend
 
@@ -448,13 +448,13 @@ class PagedAttention(Attention):
         pages, order = (heads, -1, cache.block_size, size), (1, 2, 0, 3)
         counts = [span.size for span in spans]
         lengths = torch.tensor([span.length for span in spans], dtype=torch.int32, device=device)
-        longest, most, mine = max(span.length for span in spans), max(counts), sum(counts)
+        longest, most, total = max(span.length for span in spans), max(counts), sum(counts)
         ends, tables = _ends(counts, device), self._tables(spans).to(device)
         varlen: Any = varlen_attn
 
-        def attend(given: torch.Tensor, layer: int) -> torch.Tensor:
-            found = varlen(
-                given[:mine, : cache.query_heads],
+        def attend(stacked: torch.Tensor, layer: int) -> torch.Tensor:
+            output = varlen(
+                stacked[:total, : cache.query_heads],
                 cache.keys[layer].view(pages).permute(order),
                 cache.values[layer].view(pages).permute(order),
                 ends,
@@ -466,7 +466,7 @@ class PagedAttention(Attention):
                 seqused_k=lengths,
                 block_table=tables,
             )
-            return _padded(found.flatten(1), given.shape[0])
+            return _padded(output.flatten(1), stacked.shape[0])
 
         return attend
 
@@ -478,13 +478,13 @@ class PagedAttention(Attention):
         return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
 
 
-def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
+def _padded(output: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the rows extended to `rows` rows by repeating the last one.
 
     Padding rows write to the slot of the last row.
     """
-    missing = rows - found.shape[0]
-    return torch.cat((found, found[-1:].expand(missing, -1))) if missing else found
+    missing = rows - output.shape[0]
+    return torch.cat((output, output[-1:].expand(missing, -1))) if missing else output
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:
@@ -501,13 +501,13 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     rows = Pass(cache.block_size, device)
     rows.add([0], 2 * cache.block_size, [2, 0, 1])
     heads = architecture.heads + 2 * architecture.kv_heads
-    given = torch.randn(1, heads, architecture.head_dim, generator=generator).to(device)
+    queries = torch.randn(1, heads, architecture.head_dim, generator=generator).to(device)
     ways = best(tried), Attention(tried)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that sparse tensors are in beta state
-            found, expected = (way.for_rows(rows)(given, 0) for way in ways)
-        works = torch.allclose(found, expected, atol=1e-4)
+            output, expected = (way.for_rows(rows)(queries, 0) for way in ways)
+        works = torch.allclose(output, expected, atol=1e-4)
     except Exception:  # this version of torch or this device has no such kernel
         works = False
     return best(cache) if works else Attention(cache)

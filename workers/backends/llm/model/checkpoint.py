@@ -152,14 +152,14 @@ class Checkpoint:
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight as float32."""
         parts = self.quantisation.parts(name, self.stored)
-        found = {
+        stored = {
             role: self._opened(each.path).get_tensor(each.name) for role, each in parts.items()
         }
-        if "scales" not in found:
-            plain: torch.Tensor = found["values"].float()
+        if "scales" not in stored:
+            plain: torch.Tensor = stored["values"].float()
             return plain
         shape = self.architecture.weights().get(name) or self.architecture.weights()[_EMBEDDING]
-        return self.quantisation.dequantised(name, shape, found)
+        return self.quantisation.dequantised(name, shape, stored)
 
     @cached_property
     def _handles(self) -> dict[Path, Any]:
@@ -181,14 +181,14 @@ def _json(path: Path, problems: list[str], optional: bool = False) -> dict[str, 
             problems.append(f"{path.name} is missing")
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         problems.append(f"{path.name} is not JSON: {error}")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")
         return {}
-    return found
+    return value
 
 
 def _tokenizer(
@@ -246,14 +246,14 @@ def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
     """Return why a tokenizer of a class cannot be used, or ""."""
     if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
         allowed = f"{', '.join(_CLASSES)}, PreTrainedTokenizerFast and unknown names"
-        found = repr(kind)
+        named = repr(kind)
     elif kind in _CLASSES and not isinstance(tokenizer.model, models.BPE):
         allowed = "PreTrainedTokenizerFast"
-        found = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
+        named = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
     else:
         return ""
     return (
-        f"tokenizer_class: {found} is not supported, because that class replaces parts of "
+        f"tokenizer_class: {named} is not supported, because that class replaces parts of "
         f"tokenizer.json (supported: {allowed})"
     )
 
@@ -262,7 +262,7 @@ def _as_class(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None
     """Replace the parts that a class of transformers replaces in any tokenizer.json."""
     for name, text in _CLASSES[kind].items():
         settings.setdefault(name, text)
-    model, given = tokenizer.model, settings.get("add_prefix_space")
+    model, prefixed = tokenizer.model, settings.get("add_prefix_space")
     spaces = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, spaces, spaces
     unknown = _content(settings["unk_token"])
@@ -270,7 +270,7 @@ def _as_class(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None
     model.unk_token = None if named in (None, False) else unknown
     tokenizer.normalizer = None
     if not spaces:
-        words = pre_tokenizers.ByteLevel(given is True, use_regex=kind != "Qwen2Tokenizer")
+        words = pre_tokenizers.ByteLevel(prefixed is True, use_regex=kind != "Qwen2Tokenizer")
         before: list[Any] = []
         if kind == "Qwen2Tokenizer":
             before = [pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")]
@@ -287,9 +287,9 @@ def _as_class(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     else:
         legacy = settings.get("legacy") and kind == "LlamaTokenizer"
-        scheme = ("always" if legacy else "first") if given is not False else "never"
+        scheme = ("always" if legacy else "first") if prefixed is not False else "never"
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
-        if given is not False or kind == "CodeLlamaTokenizer":
+        if prefixed is not False or kind == "CodeLlamaTokenizer":
             parts.append(decoders.Strip(" ", 1))
         begin = _content(settings["bos_token"])
         number = tokenizer.token_to_id(begin)
@@ -327,20 +327,20 @@ def _content(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
-def _added(given: Any) -> AddedToken:
-    if not isinstance(given, dict):
-        return AddedToken(str(given), normalized=False, special=True)
-    return AddedToken(**{name: value for name, value in given.items() if name != "__type"})
+def _added(token: Any) -> AddedToken:
+    if not isinstance(token, dict):
+        return AddedToken(str(token), normalized=False, special=True)
+    return AddedToken(**{name: value for name, value in token.items() if name != "__type"})
 
 
 def _quantisation(path: Path, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return the quantization_config, or the content of the file that older folders have."""
-    found = config.get("quantization_config") or config.get("compression_config")
+    settings = config.get("quantization_config") or config.get("compression_config")
     for name, method in _QUANTISED.items():
-        if not found:
-            given = _json(path / name, problems, optional=True)
-            found = {"quant_method": method, **given} if given else {}
-    return found or {}
+        if not settings:
+            document = _json(path / name, problems, optional=True)
+            settings = {"quant_method": method, **document} if document else {}
+    return settings or {}
 
 
 def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
@@ -356,7 +356,7 @@ def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
     else:
         problems.append(f"{_SINGLE} is missing")
         return {}
-    found: dict[str, Stored] = {}
+    weights: dict[str, Stored] = {}
     for shard in shards:
         each = path / Path(shard).name
         try:
@@ -364,12 +364,12 @@ def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     part = file.get_slice(name)
                     shape = tuple(part.get_shape())
-                    found[name] = Stored(each, name, shape, str(part.get_dtype()))
+                    weights[name] = Stored(each, name, shape, str(part.get_dtype()))
         except (OSError, SafetensorError) as error:
             problems.append(f"{shard} cannot be read: {error}")
-    if "norm.weight" in found:
-        found |= {f"model.{name}": each for name, each in found.items()}
-    return found
+    if "norm.weight" in weights:
+        weights |= {f"model.{name}": each for name, each in weights.items()}
+    return weights
 
 
 def _check_weights(
@@ -408,8 +408,8 @@ def _warn(defaults: dict[str, Any]) -> None:
             logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
 
 
-def _token_ids(given: Any) -> tuple[int, ...]:
-    ids = given if isinstance(given, list) else [given]
+def _token_ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
     return tuple(each for each in ids if type(each) is int and each >= 0)
 
 
@@ -420,26 +420,26 @@ def _templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dic
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name, file in files.items():
         try:
-            found[name] = file.read_text(encoding="utf-8")
+            templates[name] = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             pass
         except ValueError:
             problems.append(f"{file.name} is not UTF-8 text")
-    given = settings.get("chat_template")
-    if not found and not given:
-        given = _json(path / "chat_template.json", problems, optional=True).get("chat_template")
-    if not found and isinstance(given, list):
-        return {str(each.get("name")): str(each.get("template")) for each in given}
-    return found or ({"default": str(given)} if given else {})
+    setting = settings.get("chat_template")
+    if not templates and not setting:
+        setting = _json(path / "chat_template.json", problems, optional=True).get("chat_template")
+    if not templates and isinstance(setting, list):
+        return {str(each.get("name")): str(each.get("template")) for each in setting}
+    return templates or ({"default": str(setting)} if setting else {})
 
 
 def _special(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name, value in settings.items():
         if name.endswith("_token") and isinstance(value, (str, dict)):
-            found[name] = _content(value)
-    return found
+            tokens[name] = _content(value)
+    return tokens

@@ -47,16 +47,16 @@ class DecodeGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         for rows, blocks in reversed(list(_sizes(most_rows, longest, self._cache))):
-            given = torch.zeros(
+            inputs = torch.zeros(
                 (rows, _COLUMNS + blocks), dtype=torch.int64, device=self._model.device
             )
             # A first call, in which libraries allocate their memory.
-            decode_logits(self._model, self._cache, given)
+            decode_logits(self._model, self._cache, inputs)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = decode_logits(self._model, self._cache, given)
-            self._captured[rows, blocks] = Captured(graph, given, logits)
+                logits = decode_logits(self._model, self._cache, inputs)
+            self._captured[rows, blocks] = Captured(graph, inputs, logits)
 
     @torch.inference_mode()
     def logits(self, rows: Pass) -> torch.Tensor | None:
@@ -81,37 +81,37 @@ def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
 
     The rows that fill the graph repeat the last row.
     """
-    given = np.zeros((count, _COLUMNS + blocks), np.int64)
+    inputs = np.zeros((count, _COLUMNS + blocks), np.int64)
     for index, span in enumerate(rows.spans):
         table = span.table[: -(-span.length // rows.block_size)]
         columns = rows.tokens[index], rows.positions[index], rows.slots[index]
-        given[index, : _COLUMNS + len(table)] = *columns, *table
-    given[len(rows.spans) :] = given[len(rows.spans) - 1]
-    return given
+        inputs[index, : _COLUMNS + len(table)] = *columns, *table
+    inputs[len(rows.spans) :] = inputs[len(rows.spans) - 1]
+    return inputs
 
 
-def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> torch.Tensor:
+def decode_logits(model: Transformer, cache: KvCache, inputs: torch.Tensor) -> torch.Tensor:
     """Return the logits of all rows of `decode_inputs`, and store their keys and values.
 
     A row may see as many keys as it has blocks for.
     """
-    count = len(given)
-    tokens, positions, slots = given[:, :_COLUMNS].unbind(1)
-    inside = torch.arange(cache.block_size, device=given.device)
-    keys = (given[:, _COLUMNS:, None] * cache.block_size + inside).flatten(1)
-    mask = torch.arange(keys.shape[1], device=given.device) <= positions.unsqueeze(1)
+    count = len(inputs)
+    tokens, positions, slots = inputs[:, :_COLUMNS].unbind(1)
+    inside = torch.arange(cache.block_size, device=inputs.device)
+    keys = (inputs[:, _COLUMNS:, None] * cache.block_size + inside).flatten(1)
+    mask = torch.arange(keys.shape[1], device=inputs.device) <= positions.unsqueeze(1)
     mask = mask[None, :, None]
 
     def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
         # Query heads that share a key-value head are rows of one product.
         queries = heads[:, : cache.query_heads].view(count, cache.kv_heads, -1, heads.shape[2])
-        found = functional.scaled_dot_product_attention(
+        output = functional.scaled_dot_product_attention(
             queries.transpose(0, 1),
             cache.keys[layer][:, keys],
             cache.values[layer][:, keys],
             attn_mask=mask,
         )
-        return found.transpose(0, 1).reshape(count, -1)
+        return output.transpose(0, 1).reshape(count, -1)
 
     return model.logits(model.states(tokens, positions, slots, cache, attend))
 

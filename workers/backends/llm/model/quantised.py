@@ -91,52 +91,52 @@ class Quantisation:
     interleaved: bool = True
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], problems: list[str]) -> Self:
+    def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:
         """Return the quantisation in config.json's quantization_config."""
-        bits = given.get("load_in_8bit") or given.get("load_in_4bit")
-        name = given.get("quant_method") or ("bitsandbytes" if bits else "")
-        found: list[tuple[str, Any, tuple[Any, ...]]] = []
-        if given and name not in _METHODS:
-            found.append(("quant_method", name, tuple(_METHODS)))
+        bits = config.get("load_in_8bit") or config.get("load_in_4bit")
+        name = config.get("quant_method") or ("bitsandbytes" if bits else "")
+        checks: list[tuple[str, Any, tuple[Any, ...]]] = []
+        if config and name not in _METHODS:
+            checks.append(("quant_method", name, tuple(_METHODS)))
         else:
-            for part in _sections(given):
-                permitted = _METHODS[name].settings if given else {}
-                found += [
+            for part in _sections(config):
+                permitted = _METHODS[name].settings if config else {}
+                checks += [
                     (field, part[field], allowed)
                     for field, allowed in permitted.items()
                     if part.get(field) is not None and str(part[field]).lower() not in allowed
                 ]
-        sparsity = given.get("sparsity_config") or {}
+        sparsity = config.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
-            found.append(("sparsity_config.format", sparsity["format"], ("dense",)))
-        if (given.get("transform_config") or {}).get("config_groups"):
-            found.append(("transform_config", given["transform_config"], (None,)))
-        for field, value, allowed in found:
+            checks.append(("sparsity_config.format", sparsity["format"], ("dense",)))
+        if (config.get("transform_config") or {}).get("config_groups"):
+            checks.append(("transform_config", config["transform_config"], (None,)))
+        for field, value, allowed in checks:
             supported = ", ".join(map(str, allowed))
             problems.append(
                 f"config.json: quantization_config: {field}: {value!r} is not supported, "
                 f"supported: {supported}"
             )
-        version = given.get("checkpoint_format") or given.get("format")
+        version = config.get("checkpoint_format") or config.get("format")
         offset = 1 if name == "gptq" and version != "gptq_v2" else 0
-        required = ("scales", *_required(given))
-        interleaved = "gptqmodel" not in str((given.get("meta") or {}).get("quantizer"))
+        required = ("scales", *_required(config))
+        interleaved = "gptqmodel" not in str((config.get("meta") or {}).get("quantizer"))
         method = name if name in _METHODS else ""
-        return cls(method, offset, tuple(_steps(given)), required, interleaved)
+        return cls(method, offset, tuple(_steps(config)), required, interleaved)
 
     def parts(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
         prefix, end = name[: -len("weight")], name[-len("weight") :]
-        found: dict[str, Stored] = {}
+        by_role: dict[str, Stored] = {}
         if name in stored:
-            found["values"] = stored[name]
+            by_role["values"] = stored[name]
         if end == "weight" and self.method:
             method = _METHODS[self.method]
             for role, ends in {"values": tuple(method.values), **method.roles}.items():
                 for each in ends:
                     if prefix + each in stored:
-                        found.setdefault(role, stored[prefix + each])
-        return found
+                        by_role.setdefault(role, stored[prefix + each])
+        return by_role
 
     def problem(self, name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> str:
         """Return what is wrong with a weight in the files, or ""."""
@@ -213,28 +213,28 @@ class Quantisation:
         # Negative groups mark tensors of groups that are not used.
         if groups is not None and groups.min() < 0:
             groups = None
-        found = values.float()
-        if found.shape != shape:
+        weight = values.float()
+        if weight.shape != shape:
             raise ValueError
         if zeros is not None:
-            found = found - self._spread(zeros.float(), shape, groups)
-        return found * self._spread(scales.float(), shape, groups)
+            weight = weight - self._spread(zeros.float(), shape, groups)
+        return weight * self._spread(scales.float(), shape, groups)
 
     def _spread(
-        self, given: torch.Tensor, shape: tuple[int, ...], groups: torch.Tensor | None
+        self, factors: torch.Tensor, shape: tuple[int, ...], groups: torch.Tensor | None
     ) -> torch.Tensor:
         """Return scales or zero points in a shape that broadcasts to the weight's."""
-        if given.numel() == 1:
-            return given.reshape(1, 1)
-        if given.dim() == 1:
-            given = given.unsqueeze(1)
+        if factors.numel() == 1:
+            return factors.reshape(1, 1)
+        if factors.dim() == 1:
+            factors = factors.unsqueeze(1)
         for axis, size in enumerate(shape):
-            count = given.shape[axis]
+            count = factors.shape[axis]
             if axis == 1 and groups is not None:
-                given = given.index_select(1, groups)
+                factors = factors.index_select(1, groups)
             elif count not in (1, size):
-                given = given.index_select(axis, torch.arange(size) // self._step(size, count))
-        return given
+                factors = factors.index_select(axis, torch.arange(size) // self._step(size, count))
+        return factors
 
     def _step(self, size: int, count: int) -> int:
         """Return the size of each of `count` groups or blocks along a dimension of `size`."""
@@ -245,23 +245,23 @@ class Quantisation:
         return step
 
 
-def _sections(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the sections of a quantization_config: itself, and those of compressed-tensors."""
-    return [given, *(given.get("config_groups") or {}).values()]
+    return [config, *(config.get("config_groups") or {}).values()]
 
 
-def _required(given: Mapping[str, Any]) -> Iterator[str]:
+def _required(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the roles of tensors that asymmetric quantisation and act-order need."""
-    weights = [each.get("weights") or {} for each in _sections(given)[1:]] or [given]
+    weights = [each.get("weights") or {} for each in _sections(config)[1:]] or [config]
     asymmetric = all(each.get("symmetric", each.get("sym")) is False for each in weights)
-    if asymmetric or given.get("zero_point") is True:
+    if asymmetric or config.get("zero_point") is True:
         yield "zeros"
-    if given.get("desc_act") or all(each.get("actorder") in ("group", True) for each in weights):
+    if config.get("desc_act") or all(each.get("actorder") in ("group", True) for each in weights):
         yield "groups"
 
 
-def _steps(given: Mapping[str, Any]) -> Iterator[int]:
-    for part in [given, *(each.get("weights") or {} for each in _sections(given)[1:])]:
+def _steps(config: Mapping[str, Any]) -> Iterator[int]:
+    for part in [config, *(each.get("weights") or {} for each in _sections(config)[1:])]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
             value = part.get(field)
             for step in value if isinstance(value, list) else [value]:
@@ -284,5 +284,5 @@ def _unpacked(words: torch.Tensor, bits: int, interleaved: bool = False) -> torc
     shifts = torch.arange(32 // bits, dtype=torch.int32)
     if interleaved:
         shifts = shifts.view(2, -1).t().reshape(-1)
-    found = words.unsqueeze(-1) >> shifts * bits
-    return found.bitwise_and_((1 << bits) - 1).flatten(1)
+    fields = words.unsqueeze(-1) >> shifts * bits
+    return fields.bitwise_and_((1 << bits) - 1).flatten(1)

@@ -60,12 +60,12 @@ def can_pack() -> bool:
     rows = torch.randn(19, 64, generator=generator)
     try:
         layer = _packed(weight, weight[:, 0].contiguous())
-        found, few = layer(rows), layer(rows[:FEWEST_ROWS])
+        output, few = layer(rows), layer(rows[:FEWEST_ROWS])
     except Exception:  # the operator is missing, or has other arguments
         return False
     expected = functional.linear(rows, weight, weight[:, 0])
-    close = torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    return close and torch.equal(found[:FEWEST_ROWS], few)
+    close = torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
+    return close and torch.equal(output[:FEWEST_ROWS], few)
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -188,24 +188,24 @@ class Transformer:
     """
 
     def __init__(self, checkpoint: Checkpoint, kind: str = "fp32", device: str = "cpu") -> None:
-        made = self.architecture = checkpoint.architecture
+        model = self.architecture = checkpoint.architecture
         self.device = device
         self._checkpoint = checkpoint
         self._kind = kind
-        self._turned = made.heads + made.kv_heads
+        self._turned = model.heads + model.kv_heads
         with moved_to_huge_pages() if device == "cpu" else contextlib.nullcontext():
             # With this column, the norm of a row is its root mean square up to a factor.
-            given = self._weight("model.embed_tokens.weight")
-            embedding = self._embedding = functional.pad(given, (0, _WIDER))
-            embedding[:, made.hidden] = math.sqrt(made.epsilon * made.hidden)
-            self.layers = [self._layer(number) for number in range(made.layers)]
+            table = self._weight("model.embed_tokens.weight")
+            embedding = self._embedding = functional.pad(table, (0, _WIDER))
+            embedding[:, model.hidden] = math.sqrt(model.epsilon * model.hidden)
+            self.layers = [self._layer(number) for number in range(model.layers)]
             self._norm = self._gain("model.norm")
-            head = embedding[:, : made.hidden]
+            head = embedding[:, : model.hidden]
             if checkpoint.has("lm_head.weight"):
                 own = self._weight("lm_head.weight")
-                head = head if made.tied and torch.equal(own, given) else own
+                head = head if model.tied and torch.equal(own, table) else own
             self.head = make_linear(head, None, kind)
-        self._turns = _turns(made, device)
+        self._turns = _turns(model, device)
         checkpoint.close()
 
     @torch.inference_mode()
@@ -245,20 +245,20 @@ class Transformer:
         The result is float32 [rows, hidden and more]: the states within a wider tensor with the
         norm of the states.
         """
-        made = self.architecture
+        model = self.architecture
         wide = functional.embedding(tokens, self._embedding)
-        states = wide[:, : made.hidden]
+        states = wide[:, : model.hidden]
         turns = self._turns[positions].unsqueeze(1)
         for number, layer in enumerate(self.layers, 1):
             projected = layer.qkv(_normed(states, wide, layer.before))
             heads = self._turn(layer, projected, turns)
-            cache.write(number - 1, heads[:, made.heads :], slots)
-            if some is not None and number == made.layers:
+            cache.write(number - 1, heads[:, model.heads :], slots)
+            if some is not None and number == model.layers:
                 # The states of other rows are not needed any more.
                 if not some.rows_out:
                     break
                 wide, heads, attend = wide[some.rows_out], heads[some.rows_out], some.attend
-                states = wide[:, : made.hidden]
+                states = wide[:, : model.hidden]
             states += layer.output(attend(heads, number - 1))
             self._feed(layer, wide)
         return wide
@@ -283,11 +283,11 @@ class Transformer:
 
         The result is [rows, heads of queries, keys and values, head size].
         """
-        made = self.architecture
-        heads = projected.view(projected.shape[0], -1, made.head_dim)
+        model = self.architecture
+        heads = projected.view(projected.shape[0], -1, model.head_dim)
         turned = heads[:, : self._turned]
         if layer.head_norms is not None:
-            norm = functional.rms_norm(turned, (made.head_dim,), None, made.epsilon)
+            norm = functional.rms_norm(turned, (model.head_dim,), None, model.epsilon)
             torch.mul(layer.head_norms, norm, out=turned)
         turned.view(torch.complex64).mul_(turns)
         return heads
@@ -312,14 +312,14 @@ class Transformer:
         return make_linear(weight if gain is None else weight * gain, bias, self._kind)
 
     def _layer(self, number: int) -> Layer:
-        made, prefix = self.architecture, f"model.layers.{number}"
+        model, prefix = self.architecture, f"model.layers.{number}"
         attention, inner = f"{prefix}.self_attn", f"{prefix}.mlp"
         norms = None
-        if made.head_norms:
+        if model.head_norms:
             norms = torch.cat(
                 [
-                    self._weight(f"{attention}.q_norm.weight").expand(made.heads, -1),
-                    self._weight(f"{attention}.k_norm.weight").expand(made.kv_heads, -1),
+                    self._weight(f"{attention}.q_norm.weight").expand(model.heads, -1),
+                    self._weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1),
                 ]
             )
         before = self._gain(f"{prefix}.input_layernorm")
@@ -355,11 +355,11 @@ def _paired(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def _turns(made: Architecture, device: str) -> torch.Tensor:
+def _turns(model: Architecture, device: str) -> torch.Tensor:
     """Return the rotation of each pair at every position, complex [positions, head size / 2]."""
-    positions = torch.arange(made.positions).float()
-    angles = torch.outer(positions, made.rope.frequencies(made.head_dim))
-    return torch.polar(torch.full_like(angles, made.rope.amplitude), angles).to(device)
+    positions = torch.arange(model.positions).float()
+    angles = torch.outer(positions, model.rope.frequencies(model.head_dim))
+    return torch.polar(torch.full_like(angles, model.rope.amplitude), angles).to(device)
 
 
 _ASK, _MOVE = 14, 25  # the values of MADV_HUGEPAGE and MADV_COLLAPSE
