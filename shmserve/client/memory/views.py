@@ -51,9 +51,9 @@ class View(np.ndarray[Any, Any]):
         lease: MemoryLease,
     ) -> View:
         """Return the tensor at `offset` of `memory`."""
-        made: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
-        made._lease = lease
-        return made
+        view: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
+        view._lease = lease
+        return view
 
     def __array_finalize__(self, source: object) -> None:
         self._lease = getattr(source, "_lease", None)
