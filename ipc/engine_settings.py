@@ -241,7 +241,7 @@ def _problem(name: str, value: Any, default: Any) -> str:
     if isinstance(default, str):
         choices = _CHOICES.get(name)
         if not isinstance(value, str):
-            return "a text"
+            return "a string"
         if not choices or value in choices:
             return ""
         return f"one of {', '.join(filter(None, choices))}{suggestion(value, choices)}"
@@ -251,7 +251,7 @@ def _problem(name: str, value: Any, default: Any) -> str:
     least, most = _RANGES[name]
     whole = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        return "a whole number" if whole else "a number"
+        return "an integer" if whole else "a number"
     return "" if least <= value <= most else f"{least:g} to {most:g}"
 
 

@@ -169,6 +169,7 @@ def keep_no_large_memory() -> None:
 SPIN_NS = 400_000
 _LONG_NS = 4 * SPIN_NS  # longer waits count as this maximum
 _FEW = 1.5  # number of concurrent requests above which the cores have other work
+_NEVER = (False, False)
 
 
 class BusyPoll:
@@ -185,7 +186,7 @@ class BusyPoll:
         # The mean wait while no request is in flight, and while some are.
         self._mean_ns = [2.0 * SPIN_NS, 2.0 * SPIN_NS]
         self._most = 0.0  # recent number of concurrent requests
-        self.pays = (False, False)
+        self.pays = _NEVER
 
     def observe(self, requests: int, waited_ns: int) -> None:
         """Record the time that passed until there was work, with `requests` in flight."""
@@ -197,5 +198,7 @@ class BusyPoll:
             waited_ns = _LONG_NS
         mean_ns = self._mean_ns
         mean_ns[busy] += (waited_ns - mean_ns[busy]) / 8
-        few = self._allowed and self._most <= _FEW
-        self.pays = (few and mean_ns[0] < SPIN_NS, few and mean_ns[1] < SPIN_NS)
+        if self._most > _FEW or not self._allowed:
+            self.pays = _NEVER
+        else:
+            self.pays = (mean_ns[0] < SPIN_NS, mean_ns[1] < SPIN_NS)

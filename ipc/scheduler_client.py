@@ -301,6 +301,18 @@ class SchedulerClient(Generic[R]):
             if number not in self.pending:
                 request.free()
 
+    def take_finished(self, endpoint: str, message: Finished) -> R | None:
+        """Remove and return the pending request that a `Finished` ends; the caller handles both.
+
+        Returns:
+            The request, or None if `take` must handle the message.
+        """
+        request = self.pending.get(message.id)
+        if request is None or request.endpoint != endpoint:
+            return None
+        del self.pending[message.id]
+        return request
+
     def _take_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 

@@ -68,16 +68,18 @@ def instance(product: Product, model: Path, repeats: int, notes: list[str]) -> M
     """
     memory, times = [], []
     with running(product, [model], _EXPLICIT, notes=notes) as server, server.client() as client:
-        empty = len(processes.tree(server.pid))
         client.call("POST", f"/v2/repository/models/{model.name}/load")
         config = client.call("GET", f"/v2/models/{model.name}/config")
+        client.call("POST", f"/v2/repository/models/{model.name}/unload")
+        # A process that the first load starts for later loads, such as a spare zygote, remains.
+        empty = _settled_processes(server)
         for _ in range(repeats):
             megabytes, milliseconds = [], []
             for count in _INSTANCES:
-                _unload(server, client, model.name, empty)
                 milliseconds.append(_load(client, config, count))
                 _use(server, model.name, count)
                 megabytes.append(processes.pss_mb(server.pid))
+                _unload(server, client, model.name, empty)
             memory.append(statistics.linear_regression(_INSTANCES, megabytes).slope)
             times.append(statistics.linear_regression(_INSTANCES, milliseconds).slope)
         _note_shared_torch(server, notes)
@@ -159,6 +161,16 @@ def _load(client: Client, config: dict[str, Any], count: int) -> float:
     path = f"/v2/repository/models/{config['name']}/load"
     client.call("POST", path, {"parameters": {"config": override}})
     return (time.perf_counter() - started) * 1000
+
+
+def _settled_processes(server: Server) -> int:
+    """Return the number of the server's processes once it has been the same for a while."""
+    count, since = -1, time.monotonic()
+    while time.monotonic() - since < _SETTLE_S:
+        if (now := len(processes.tree(server.pid))) != count:
+            count, since = now, time.monotonic()
+        time.sleep(0.05)
+    return count
 
 
 def _unload(server: Server, client: Client, model: str, empty: int) -> None:

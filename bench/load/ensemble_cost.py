@@ -196,9 +196,9 @@ class Chain:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
                         self._touched[front] = None
-                        began_ns = time.process_time_ns()
+                        began_ns = time.perf_counter_ns()
                         finished = self._executed(message)
-                        self.worker_ns += time.process_time_ns() - began_ns
+                        self.worker_ns += time.perf_counter_ns() - began_ns
                         core.results.handle(peer, finished, time.monotonic_ns())
         (last,) = self._clients.posted
         assert isinstance(last, m.Finished), last
@@ -206,11 +206,11 @@ class Chain:
 
     def _turn(self) -> None:
         while self._touched or self._neighbours.posted:
+            self._neighbours.deliver()
             touched = list(self._touched)
             self._touched.clear()
             for front in touched:
                 front.tick(time.monotonic_ns())
-            self._neighbours.deliver()
 
     def _executed(self, batch: m.Execute) -> m.BatchFinished:
         """Return the message with which a worker ends a batch.

@@ -70,7 +70,7 @@ class Serving:
 
     def __init__(self, model: Transformer, draft: Transformer | None = None, **given: Any) -> None:
         settings = EngineSettings.of({"kv_cache_blocks": 1024, **given})
-        settings = settings.sized(settings.kv_cache_blocks, 0, settings.kv_cache_blocks)
+        settings = replace(settings, max_model_len=0, swap_blocks=settings.kv_cache_blocks)
         sizes = settings.block_size, settings.kv_cache_blocks
         cache = KvCache(model.architecture, *sizes, settings.swap_blocks)
         self._prompts: dict[int, Prompt] = {}

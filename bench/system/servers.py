@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bench.load.client import Client
 from bench.system import processes
+from tests.support import watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -158,12 +159,14 @@ def running(
                 stderr=log,
                 start_new_session=True,
             )
+        watchdog.register(process.pid, folder)
         server = Server(product, process, ports, scratch / "log")
         try:
             _wait_ready(server, started)
             yield server
         finally:
             _stop(server, notes)
+            watchdog.unregister(process.pid)
 
 
 _compiled = shutil.ignore_patterns("__pycache__")

@@ -21,7 +21,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Range
 
 _ALIGNMENT = 64  # a cache line, and the alignment of vector loads
 _KEEP = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FIXED_SIZE = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # the seals of a memfd
 
 
 class FreeList:
@@ -105,7 +105,7 @@ class Arena:
         self._fd = os.memfd_create("shmserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, capacity)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
             self._map = mmap.mmap(self._fd, capacity)
         except OSError as error:  # the limit of ulimit -f or ulimit -v
             os.close(self._fd)

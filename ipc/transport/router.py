@@ -43,6 +43,8 @@ _COMPLAINTS = 32  # malformed messages up to this number are logged; later ones 
 LARGEST_FRAME = 8 << 20  # limited, because other peers wait while a frame is read
 MOST_ELEMENTS = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
 _MOST_STRANGERS = 64
+# The reads of an only connection without a poll, after which other connections are accepted.
+_MOST_UNPOLLED = 8
 _MOST_UNSENT = 4 << 20
 _MOST_HELD = 64 << 20
 _MUCH = 1 << 20
@@ -141,6 +143,8 @@ class Router:
         self._connections: dict[int, Connection] = {}
         self._peers: dict[bytes, Connection] = {}
         self._anonymous = itertools.count(1)
+        self._only: Connection | None = None  # the connection of an only peer
+        self._unpolled = 0  # its reads since the last poll
         self._path = endpoint.removeprefix(PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
@@ -174,9 +178,19 @@ class Router:
                 connection.unsent.clear()  # the end of the connection is detected when it is read
 
     def receive(self) -> list[tuple[bytes, Any]]:
-        """Return the available (peer, message) pairs, at most one bounded read per peer."""
+        """Return the available (peer, message) pairs, at most one bounded read per peer.
+
+        A worker is usually the only peer. Its connection is read without a poll before.
+        """
         connections = self._connections
         received: list[tuple[bytes, Any]] = []
+        only = self._only
+        if only is not None and self._unpolled < _MOST_UNPOLLED and not only.unsent:
+            self._unpolled += 1
+            self._read(only, received)
+            if received:
+                return received
+        self._unpolled = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
                 self._accept()
@@ -225,6 +239,12 @@ class Router:
             return
         connection.identity = identity
         self._peers[identity] = connection
+        self._find_only()
+
+    def _find_only(self) -> None:
+        """Update `_only` after a change of the connections."""
+        peers = self._peers.values()
+        self._only = next(iter(peers)) if len(self._connections) == len(peers) == 1 else None
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()
@@ -232,6 +252,7 @@ class Router:
             return None
         greeting = bytearray(zmtp.GREETING + zmtp.ready("ROUTER"))
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
+        self._find_only()
         with contextlib.suppress(OSError):
             connection.push()
         return connection
@@ -240,6 +261,7 @@ class Router:
         del self._connections[connection.sock.fileno()]
         if connection.identity is not None:
             del self._peers[connection.identity]
+        self._find_only()
         connection.close()
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -253,6 +275,7 @@ class Router:
             connection.close()
         self._connections.clear()
         self._peers.clear()
+        self._find_only()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             # If the folder was removed, another server may have created it again.

@@ -47,11 +47,11 @@ from shmserve.supervisor.supervisor import Supervisor
 _PATIENCE_S = 60.0
 _OF_TEXT = ("llm", "vllm")  # backends whose models receive a text prompt
 _MADE_UP = (
-    "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
-    "asks with others"
+    "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
+    "samples in `model_warmup`"
 )
 _GONE = "the model is not loaded; see the log for the reason"
-_NO_INPUTS = "\nits configuration names no input, so it was asked with none"
+_NO_INPUTS = "\nthe request had no inputs, because the configuration lists none"
 
 
 HELP = """\
@@ -184,7 +184,7 @@ class _Model:
             requests = self._requests()
         # ValueError: the tensor is larger than a message.
         except (MemoryError, OverflowError, ValueError):
-            return _Verdict("refused", "not tried: a batch of zeros is too large to be sent")
+            return _Verdict("refused", "not tested: a batch of zeros is too large for a message")
         verdicts = (self._ask(*request) for request in requests)
         return next((each for each in verdicts if each.outcome != "ok"), _Verdict("ok"))
 
@@ -253,8 +253,8 @@ class _Model:
                             misfit = self._misfit(response, fit.batch_size)
                             return _Verdict("differs" if misfit else "ok", misfit)
                 if not dealer.connected:
-                    return _Verdict("FAILED", "its scheduler ended")
-            return _Verdict("FAILED", f"no answer within {_PATIENCE_S:.0f} s")
+                    return _Verdict("FAILED", "the scheduler of the model has exited")
+            return _Verdict("FAILED", f"no response within {_PATIENCE_S:.0f} s")
         finally:
             dealer.close()
 
@@ -274,7 +274,7 @@ class _Model:
             tensor = returned.get(name)
             configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_shape)}"
             if tensor is None:
-                wrong += [(name, configured, "no such output")] if whole else []
+                wrong += [(name, configured, "missing")] if whole else []
                 continue
             # A scalar is one element; configurations have no scalars.
             scalar = not tensor.shape and element_count([abs(dim) for dim in expected_shape]) == 1

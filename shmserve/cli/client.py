@@ -162,7 +162,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         if "--help" in rest or "-h" in rest:
             return "", None
         hint = f", not '{rest[0]}'" if rest else ""
-        raise InvalidArgument(f"client: a verb is needed: {', '.join(VERBS)}{hint}")
+        raise InvalidArgument(f"client: a verb is required: {', '.join(VERBS)}{hint}")
     rest.remove(name)
     parser = _Parser(
         prog=f"shmserve client {name}",

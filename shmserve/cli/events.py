@@ -104,7 +104,7 @@ def _text(event: Any) -> str:
         case m.RegionUnregistered(name, reason):
             return f"region {name}: unregistered{_because(reason)}"
         case m.RegionBlamed(name, reason):
-            return f"region {name}: a request was wrong{_because(reason)}"
+            return f"region {name}: a request failed{_because(reason)}"
         case HealthChanged(_, ready, exiting):
             return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
         case m.ModelCounted(name, version, counters):

@@ -121,18 +121,19 @@ def table(model: str, profile: Profile) -> str:
     """Return the profile as a table with a bar for each phase, or one line if no step ran."""
     if not profile.steps:
         return (
-            f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing meanwhile. "
-            f"Send it prompts while it is profiled, for example by\n"
+            f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing in this "
+            "time. "
+            f"Send it prompts while it is profiled, for example with\n"
             f"    shmserve perf {model} --openai chat --concurrency 4"
         )
     steps = profile.steps
     rates = sorted(profile.throughput)
     lines = [
         f"{model}: {profile.steps:,.0f} steps in {profile.seconds:.1f} s, "
-        f"{profile.rows / steps:.1f} sequences a step, "
+        f"{profile.rows / steps:.1f} sequences per step, "
         f"{profile.tokens / profile.seconds:,.1f} tokens/s "
-        f"(a second: {rates[0]:,.1f} to {rates[-1]:,.1f}, median {rates[len(rates) // 2]:,.1f})",
-        f"{'phase':<10}{'ms a step':>11}{'share':>8}",
+        f"(per second: {rates[0]:,.1f} to {rates[-1]:,.1f}, median {rates[len(rates) // 2]:,.1f})",
+        f"{'phase':<10}{'ms per step':>11}{'share':>8}",
     ]
     whole = sum(seconds for phase, seconds in profile.phases.items() if phase != "text")
     for phase, meaning in _PHASES.items():

@@ -321,7 +321,7 @@ class Session:
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"{url.geturl()}: no answer: {error}") from error
+            raise Unavailable(f"{url.geturl()}: no response: {error}") from error
         finally:
             connection.close()
         try:

@@ -139,7 +139,7 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
         # A user with write permission can truncate the object.
         safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
         return Ownership(peer.uid, NO_GROUP, copied=not safe)
-    text = f"shared memory object '{key}' is not the client's"
+    text = f"shared memory object '{key}' does not belong to the client"
     if peer != REMOTE:
         text += f": it belongs to uid {uid} (mode {mode & 0o777:04o}), the client is uid {peer.uid}"
     raise PermissionDenied(text)

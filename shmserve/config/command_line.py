@@ -171,7 +171,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     if top is None:
         return FlagValues()
     if not isinstance(top, yaml.MappingNode):
-        kind = "list" if isinstance(top, yaml.SequenceNode) else "text"
+        kind = "list" if isinstance(top, yaml.SequenceNode) else "string"
         found = f"expected a mapping (FLAG: VALUE), found a {kind}"
         raise Problems([f"{_at(path, top.start_mark)}: {found}"])
     settings = FlagValues()

@@ -143,7 +143,7 @@ def older(path: str) -> list[Point]:
             raise InvalidArgument(f"--compare: '{path}' is of format {report['format']}, not 1")
         return [Point(**row) for row in report["points"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument(f"--compare: '{path}' is no report of --json: {error}") from None
+        raise InvalidArgument(f"--compare: '{path}' is not a report of --json: {error}") from None
 
 
 def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:

@@ -251,7 +251,9 @@ class SystemMemory:
         except (OSError, posix_ipc.Error) as error:
             with contextlib.suppress(posix_ipc.Error):
                 posix_ipc.unlink_shared_memory(self._key)
-            raise Unavailable(f"no {byte_size} bytes of shared memory: {error}") from None
+            raise Unavailable(
+                f"{byte_size} bytes of shared memory cannot be allocated: {error}"
+            ) from None
         shared_memory.close_fd()
         self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 

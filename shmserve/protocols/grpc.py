@@ -156,7 +156,7 @@ def _failing() -> Iterator[None]:
     except grpc.RpcError as error:
         text = error.details() or str(error.code())
         if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
-            text = f"no answer: {text}"
+            text = f"no response: {text}"
         raise TransportError(text) from error
 
 

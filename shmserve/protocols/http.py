@@ -204,7 +204,7 @@ class HttpTransport:
                 yield reply
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise TransportError(f"no answer: {reason}") from error
+            raise TransportError(f"no response: {reason}") from error
 
 
 def _inference(request: OutgoingRequest, binary: bool) -> tuple[str, str, bytes, int]:
@@ -537,7 +537,9 @@ class OpenAIDoor(HttpDoor):
 
 def _value(tensor: InputTensor) -> Any:
     if tensor.part is not None:
-        raise InvalidArgument("generate_stream takes no shared memory: use grpc, or --run-dir")
+        raise InvalidArgument(
+            "generate_stream does not support shared memory; use gRPC, or --run-dir"
+        )
     flat = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))
     while isinstance(flat, list) and len(flat) == 1:
         flat = flat[0]

@@ -40,7 +40,6 @@ def server(repository: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def beginning(server: Server) -> State:
-    """What the server was before the first crime."""
     return State.of(server)
 
 

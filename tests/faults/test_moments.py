@@ -111,7 +111,6 @@ def unload_slow(pool: RequestPool) -> None:
 
 
 def ask_slow(server: Server, pool: RequestPool, value: int) -> list[int]:
-    """What the slow model answers."""
     asked = pool.number("slow", value)
     while not asked.done():
         server.gate.release_arrivals(0.02)

@@ -37,8 +37,6 @@ _MESSAGES = [b"", b"a", b"bcd" * 5, bytes(300), bytes(70_000)]
 
 
 class _Faults(logging.Handler):
-    """What is logged as a fault of ours."""
-
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.said: list[str] = []

@@ -29,7 +29,6 @@ _OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # else there are p
 
 
 def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
-    """So many texts, by seeds from this one on."""
     engine = {"kv_cache_blocks": 4 * _SAMPLES}
     found: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
@@ -43,7 +42,6 @@ def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int)
 
 
 def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
-    """So many texts of transformers."""
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None

@@ -128,7 +128,6 @@ class Load:
         return simulation.open_loop(self.per_second, self.requests, seed)
 
     def run_fixed(self, size: int, delay_ms: int, curve: Curve, seed: int) -> Run:
-        """What becomes of it in batches of a fixed size and delay."""
         if self.clients:
             pause = scattered(self.pause_ms, seed)
             arriving = Arriving.closed_loop(self.clients, self.requests, pause)

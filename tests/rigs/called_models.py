@@ -98,7 +98,6 @@ class CalledModels:
 
 
 def work(submit: m.Submit) -> Inference:
-    """What a submission carries."""
     return inference_of(submit)
 
 

@@ -35,7 +35,6 @@ class Exported:
         return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inside :]
 
     def memory(self, byte_size: int | None = None, uuid: bytes = b"") -> Memory:
-        """As a region of it is described to workers."""
         size = len(self.content) if byte_size is None else byte_size
         return Memory.on_device(next(_numbers), size, CudaHandle(self.raw, self.device, uuid))
 
@@ -44,7 +43,6 @@ class Exported:
         self.content[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
 
     def read(self, offset: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What is at `offset`, of the type and shape of `like`."""
         return (
             self.content[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape)
         )

@@ -223,7 +223,6 @@ class Scheduler:
         return g.Row(*at, keep, blocks, draft, samples)
 
     def step(self, rows: list[g.Row] | None = None, **copies: Any) -> list[g.RowResult]:
-        """One step, of all sequences where `rows` are not given."""
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
         begin, released, within = self.begin, self.released, self.within

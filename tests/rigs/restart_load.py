@@ -105,7 +105,6 @@ def over_grpc(port: int, killed: bool) -> Iterator[Ask]:
 
 
 def native(path: str) -> Iterator[Ask]:
-    """One client, with a region of its own."""
     with shmserve.client.connect(path, timeout=_PATIENCE_S) as server:
         names = ("INPUT0", "INPUT1", "OUTPUT0")
         region = server.allocate(dict.fromkeys(names, ((1, 16), "INT32")))

@@ -60,8 +60,6 @@ class Outbox:
 
 
 class ControlOutbox(Outbox):
-    """The same for the one supervisor."""
-
     def post(self, message: Any) -> None:  # type: ignore[override]
         super().post(b"", message)
 

@@ -31,7 +31,6 @@ class Manager:
         self._thread.start()
 
     def receive(self, text: str) -> list[str]:
-        """What it hears up to what has this text."""
         heard = [self._received.get(timeout=60)]
         while text not in heard[-1]:
             heard.append(self._received.get(timeout=60))

@@ -273,7 +273,6 @@ class FunctionBackend(Backend):
         """Nothing to load."""
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """What the test says."""
         result: list[Response] = self._call(requests)
         return result
 

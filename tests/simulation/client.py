@@ -137,7 +137,6 @@ class Client(Process):
         return [link for _, link in self._links.links.values()]
 
     def take(self, messages: list[Any]) -> None:
-        """What the supervisor says."""
         for message in messages:
             match message:
                 case publications.ModelPublished():
@@ -266,7 +265,7 @@ class Client(Process):
 
     def _check(self, request: Request, message: Any, count: int) -> None:
         """A response is made of its request's own input, and by one version."""
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         for tensor in inferred_of(message).outputs:
             data = tensor.data
             if isinstance(data, Range):
@@ -274,9 +273,9 @@ class Client(Process):
                     data = self._memory.read(data, self)
                 except ShmserveError:
                     return  # its worker has ended
-            found[tensor.name] = data
-        if request.is_skipped(found):
+            contents[tensor.name] = data
+        if request.is_skipped(contents):
             return
-        made = request.model.source(found["OUT"], found["WHO"])
-        if made is None or made != request.made_of(made, count - 1):
-            request.fail(f"has the response {found} to {request.content!r}")
+        source = request.model.source(contents["OUT"], contents["WHO"])
+        if source is None or source != request.expected_source(source, count - 1):
+            request.fail(f"has the response {contents} to {request.content!r}")

@@ -148,8 +148,6 @@ class _Held:
 
 
 class _EnsembleMemory(EnsembleMemory):
-    """As `EnsembleMemory`, of simulated arenas."""
-
     def __init__(self, lent: LentMemory, memory: SimulatedMemory) -> None:
         super().__init__(lent, lambda memory_id: None)
         self._mappings = memory  # type: ignore[assignment]

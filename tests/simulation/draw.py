@@ -11,7 +11,6 @@ from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
 
 def draw_models(random: Random) -> list[Model]:
-    """One to three models of different kinds."""
     kinds = random.sample(list(_DRAWN), random.randint(1, 3))
     models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:
@@ -34,17 +33,17 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
             for step, maps in zip(model.steps, model.maps, strict=True):
-                given = [sizes[maps["input_map"][each["name"]]] for each in step.config["input"]]
-                read = bytes(given[0]) if len(given) == 1 else joined(*map(bytes, given))
-                made = sizes[maps["output_map"]["OUT"]] = len(step.made(read, "000")[0])
-                step.config.update(_tensors(given, made))
-            model.config.update(_tensors([byte_size], made))
+                in_sizes = [sizes[maps["input_map"][each["name"]]] for each in step.config["input"]]
+                read = bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
+                out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(read, "000")[0])
+                step.config.update(_tensors(in_sizes, out_size))
+            model.config.update(_tensors([byte_size], out_size))
 
 
-def _tensors(given: list[int], made: int) -> dict[str, Any]:
+def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
     """Inputs and outputs of these sizes."""
-    inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), given, strict=False)]
-    outputs = [{**OUT, "dims": [made]}, {**WHO, "dims": [len("000")]}]
+    inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), in_sizes, strict=False)]
+    outputs = [{**OUT, "dims": [out_size]}, {**WHO, "dims": [len("000")]}]
     return {"input": inputs, "output": outputs}
 
 

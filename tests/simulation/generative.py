@@ -351,7 +351,6 @@ class Schedule:
         self.rig.engine.cancel(sequence.generation)
 
     def _stop(self, sequence: Sequence[None]) -> None:
-        """Its text ends it, of which it has some."""
         generation = sequence.generation
         if generation.beams is not None or not sequence.generated:
             return

@@ -20,7 +20,7 @@ from tests.support.generative_worker import GenerativeWorker
 
 
 class Sample:
-    """The text of a sample: `told` of its tokens have left; it is `open` until its end has."""
+    """The text of a sample: `pieces` of its tokens have left; it is `open` until its end has."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -216,7 +216,7 @@ class Generator(Worker):
         samples = answer.samples
         if not answer.streams:
             if samples and all(each.finish_reason for each in samples):
-                self._tell(answer, samples)
+                self._send_response(answer, samples)
             return
         for sample in samples:
             if sample.open and (
@@ -225,7 +225,7 @@ class Generator(Worker):
                 if not answer.window.is_open:
                     self._hold(answer)
                     return
-                self._tell(answer, [sample])
+                self._send_response(answer, [sample])
 
     def _hold(self, answer: Answer) -> None:
         if not answer.waits_since_ns:
@@ -237,10 +237,10 @@ class Generator(Worker):
         if self.alive and mine and answer.waits_since_ns == since_ns:
             self._end(answer, "UNAVAILABLE")
 
-    def _tell(self, answer: Answer, samples: list[Sample]) -> None:
+    def _send_response(self, answer: Answer, samples: list[Sample]) -> None:
         """Send a response with these."""
         answer.waits_since_ns = 0
-        told: list[bytes] = []
+        pieces: list[bytes] = []
         for sample in samples:
             number = answer.samples.index(sample)
             piece = Piece(
@@ -249,7 +249,7 @@ class Generator(Worker):
                 sample.tokens[sample.sent_characters :],
                 sample.finish_reason,
             )
-            told.append(piece.packed())
+            pieces.append(piece.packed())
             sample.sent_characters = max(sample.sent_characters, len(sample.tokens))
             sample.open = not sample.finish_reason
         final = not any(each.open for each in answer.samples)
@@ -262,7 +262,7 @@ class Generator(Worker):
         if final:
             self._engine.prompts.pop(answer.work.key, None)
             self._close(answer)
-        body = self._body(answer.work, answer.content + b"#" + b";".join(told), [])
+        body = self._body(answer.work, answer.content + b"#" + b";".join(pieces), [])
         answer.window.sent(byte_size_of(body[1]))
         self._post_response(answer, "", body, final, *known)
 

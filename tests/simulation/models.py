@@ -143,7 +143,7 @@ class Model:
         """The inputs that it cannot do without."""
         return [each["name"] for each in self.config["input"] if not each.get("optional")]
 
-    def made(self, data: bytes, version: str) -> tuple[bytes, bytes]:
+    def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
         """OUT and WHO of a version for an input; for two, these are `joined`."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 

@@ -30,7 +30,7 @@ class Request:
     """A request as its client knows it. `content` is its input; of a sequence, it is number `step`,
     behind those `before` it. `ending`: the message that it ended with; `freed`: nobody may read its
     input any more. `expected` of a decoupled model: how many `responses` it is to have, where one
-    of them has said so. `unread`: its client takes no responses of it. `heard`: see
+    of them has said so. `unread`: its client takes no responses of it. `received`: see
     `texts.problem`."""
 
     uid: str
@@ -46,7 +46,7 @@ class Request:
     responses: int = 0
     expected: int = 0
     unread: bool = False
-    heard: set[tuple[int, int]] = field(default_factory=set)
+    received: set[tuple[int, int]] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
     client: Any = None
 
@@ -66,17 +66,17 @@ class Request:
                     self.fail(f"has the outputs {outputs}, and all steps")
         return not outputs
 
-    def made_of(self, made: bytes, number: int) -> bytes:
-        """What the response with this number must be made of, if it is `made` of that; raises
+    def expected_source(self, source: bytes, number: int) -> bytes:
+        """What the response with this number must be made of, if it is `source` of that; raises
         Violation for a state that its sequence cannot have."""
         if self.model.generative:
-            packed = made.rpartition(b"#")[2]
-            problem = texts.problem(self.content, self.heard, packed)
+            packed = source.rpartition(b"#")[2]
+            problem = texts.problem(self.content, self.received, packed)
             if problem:
                 self.fail(problem)
             return b"%s#%s" % (self.content, packed)
         if self.model.decoupled:
-            which, _, count = made.rpartition(b"#")[2].partition(b"/")
+            which, _, count = source.rpartition(b"#")[2].partition(b"/")
             if self.model.steps:  # whose further steps overtake one another
                 number = int(which)
                 if number in self.seen:
@@ -89,7 +89,7 @@ class Request:
             return self.content + b"".join(b".%d" % each for each in rounds)
         if self.step < 0:
             return self.content
-        steps = made[len(self.content) :].split(b".")[1:]
+        steps = source[len(self.content) :].split(b".")[1:]
         ran = [int(step) for step in steps]
         succeeded = {
             each.step
@@ -163,7 +163,7 @@ class Ledger:
         for each in self.requests.values():
             well = isinstance(each.ending, m.Responded) and not each.ending.code
             if well and each.model.generative and each.client.alive and not each.unread:
-                missing = texts.missing(each.content, each.heard)
+                missing = texts.missing(each.content, each.received)
                 if missing and not each.cancelled:
                     each.fail(f"has not had {missing}")
             if well and not each.cancelled and each.responses < each.expected:
@@ -378,7 +378,7 @@ class SchedulerTrace:
     def _delays(self, entry: Entry) -> bool:
         return self.settings.policies.of(entry.level).delays
 
-    def told(self, peer: bytes, message: Any) -> None:
+    def sent_to_client(self, peer: bytes, message: Any) -> None:
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
         if not ends or self.succeeded_by_another:
             return

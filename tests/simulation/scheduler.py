@@ -33,30 +33,30 @@ class Host(Process):
 
     def turn(self) -> None:
         """As the loop of a real one: they tick until nothing is said between them."""
-        while self.touched:
+        while self.touched or self.neighbours.posted:
+            self.neighbours.deliver()
             touched, self.touched = list(self.touched), {}
             for scheduler in touched:
                 scheduler.tick()
-            self.neighbours.deliver()
 
 
 class Outbox:
-    """Where a core at `endpoint` posts to peers, among them `neighbours`; `heard` checks each
+    """Where a core at `endpoint` posts to peers, among them `neighbours`; `on_post` checks each
     message."""
 
     malformed = 0
 
     def __init__(
-        self, endpoint: str, neighbours: InProcessLinks, heard: Callable[[bytes, Any], None]
+        self, endpoint: str, neighbours: InProcessLinks, on_post: Callable[[bytes, Any], None]
     ) -> None:
         self._endpoint = endpoint
         self._neighbours = neighbours
-        self._heard = heard
+        self._on_post = on_post
         self.links: dict[bytes, Link] = {}
 
     def post(self, peer: bytes, message: Any) -> None:
         """Send a message to one of them; to one that is not connected it is lost."""
-        self._heard(peer, message)
+        self._on_post(peer, message)
         if self._neighbours.post(peer, self._endpoint, message):
             return
         link = self.links.get(peer)
@@ -94,7 +94,7 @@ class SchedulerProcess(Process):
         self._number = number
         settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)
-        self._clients = Outbox(self.endpoint, host.neighbours, self._told)
+        self._clients = Outbox(self.endpoint, host.neighbours, self._sent_to_client)
         self._workers = Outbox(self.endpoint, InProcessLinks(), self._sent)
         self._control = control
         self._timer_ns = NEVER
@@ -119,20 +119,19 @@ class SchedulerProcess(Process):
         return SchedulerAddress(self.pid, self._number)
 
     def die(self) -> None:
-        """It is closed, and leaves its process."""
         super().die()
         self.host.schedulers.remove(self)
         self.host.neighbours.remove(self.endpoint)
 
     # --- links ------------------------------------------------------------------------------------
 
-    def connect_client(self, peer: bytes, client: Process, hear: Callable[..., None]) -> Link:
-        """The link of a client to here; `hear(messages)` takes what comes back."""
-        self._clients.links[peer] = Link(self.world, client, hear)
+    def connect_client(self, peer: bytes, client: Process, on_message: Callable[..., None]) -> Link:
+        """The link of a client to here; `on_message(messages)` takes what comes back."""
+        self._clients.links[peer] = Link(self.world, client, on_message)
         return Link(self.world, self, lambda messages: self._from_clients(peer, messages))
 
-    def connect_worker(self, peer: bytes, worker: Process, hear: Callable[..., None]) -> Link:
-        self._workers.links[peer] = Link(self.world, worker, hear)
+    def connect_worker(self, peer: bytes, worker: Process, on_message: Callable[..., None]) -> Link:
+        self._workers.links[peer] = Link(self.world, worker, on_message)
         return Link(self.world, self, lambda messages: self._from_workers(peer, messages))
 
     def _peers(self) -> Any:
@@ -162,9 +161,9 @@ class SchedulerProcess(Process):
         self.world.note(self.title, "->", "supervisor", message)
         self._control(self, message)
 
-    def _told(self, peer: bytes, message: Any) -> None:
+    def _sent_to_client(self, peer: bytes, message: Any) -> None:
         self.world.note(self.title, "->", peer, message)
-        self.trace.told(peer, message)
+        self.trace.sent_to_client(peer, message)
 
     def _sent(self, peer: bytes, message: Any) -> None:
         self.world.note(self.title, "->", peer, message)

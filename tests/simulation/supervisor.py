@@ -72,24 +72,24 @@ class Supervisor(Process):
     def _connect(self, process: Process, take: Callable[[list[Any]], None]) -> None:
         self._links[process.address] = Link(self.world, process, take)
 
-    def tell(self, process: Process | None, *messages: Any) -> None:
+    def send(self, process: Process | None, *messages: Any) -> None:
         """Send messages to a process, if it lives, in one frame."""
         if process is not None and process.address in self._links:
             self._links[process.address].post(*messages)
 
     def _broadcast(self, message: Any, *, clients_only: bool = False) -> None:
         for client in self.clients:
-            self.tell(client, message)
+            self.send(client, message)
         if clients_only:
             if not isinstance(message, ModelWithdrawn):
                 for ensemble in self._ensembles():
-                    self.tell(ensemble, message)
+                    self.send(ensemble, message)
             return
         for version in self.versions:
-            self.tell(version.scheduler, message)
-            self.tell(version.former, message)
+            self.send(version.scheduler, message)
+            self.send(version.former, message)
             for worker in version.workers.values():
-                self.tell(worker, message)
+                self.send(worker, message)
 
     def _ensembles(self) -> list[SchedulerProcess]:
         versions = [version for version in self.versions if version.model.steps]
@@ -105,7 +105,7 @@ class Supervisor(Process):
 
     # --- what schedulers say ----------------------------------------------------------------------
 
-    def hear(self, scheduler: SchedulerProcess, message: Any) -> None:
+    def receive(self, scheduler: SchedulerProcess, message: Any) -> None:
         up = self._from_schedulers.get(scheduler.address)
         if up is None:
             up = self._from_schedulers[scheduler.address] = Link(
@@ -155,7 +155,7 @@ class Supervisor(Process):
         self._reserve(version, version.indices)
         self._start_scheduler(version)
         for index in version.indices:
-            self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
+            self.send(version.scheduler, supervision.InstanceExpected(index, 0))
             self._start_worker(version, index)
         self.world.after(self.world.between(5 * MS, 20 * MS), self._publish, version)
 
@@ -182,7 +182,7 @@ class Supervisor(Process):
             self._ended(version, index)
             if worker is not None:
                 self._end(worker)
-        self.tell(version.scheduler, supervision.RetireInstance(index))
+        self.send(version.scheduler, supervision.RetireInstance(index))
 
     def _ended(self, version: Version, index: int) -> None:
         """An instance is gone for good."""
@@ -219,7 +219,7 @@ class Supervisor(Process):
     def _announce(self, version: Version) -> None:
         self._broadcast(self._published(version), clients_only=True)
 
-    def _once_heard(
+    def _once_received(
         self, former: SchedulerProcess | None, then: Callable[..., None], *arguments: Any
     ) -> None:
         """Go on when everybody knows who serves, and what was sent before has come to whoever
@@ -228,18 +228,18 @@ class Supervisor(Process):
         links = [link for each in clients for link in each.links() if link.target is former]
         links += [self._links[each.address] for each in clients if each.address in self._links]
         if any(link.pending for link in links):
-            self.world.after(50 * US, self._once_heard, former, then, *arguments)
+            self.world.after(50 * US, self._once_received, former, then, *arguments)
         else:
             then(*arguments)
 
-    def _supersede(self, version: Version, heard: SchedulerProcess | None = None) -> None:
+    def _supersede(self, version: Version, reporter: SchedulerProcess | None = None) -> None:
         """A version retires once everybody knows who serves instead, and what was sent to whoever
         schedules it by now has come there."""
         scheduler = version.scheduler
-        if heard is scheduler:
+        if reporter is scheduler:
             self._retire(version)
         else:
-            self._once_heard(scheduler, self._supersede, version, scheduler)
+            self._once_received(scheduler, self._supersede, version, scheduler)
 
     # --- moves ------------------------------------------------------------------------------------
 
@@ -265,14 +265,13 @@ class Supervisor(Process):
         self._start_scheduler(version)
         self._announce(version)
         workers = [worker for worker in version.workers.values() if worker.alive]
-        self._once_heard(former, self._drain_former, version, workers, self._succeed_former)
+        self._once_received(former, self._drain_former, version, workers, self._succeed_former)
 
     def _drain_former(
         self, version: Version, workers: list[Worker], then: Callable[..., None]
     ) -> None:
-        """As far as it can be drained with these workers."""
         version.drained = False
-        self.tell(version.former, supervision.Drain())
+        self.send(version.former, supervision.Drain())
         self._await_drained(version, workers, then)
 
     def _await_drained(
@@ -292,12 +291,12 @@ class Supervisor(Process):
         lost = SchedulerLost(version.former.endpoint, version.endpoint)
         self._broadcast(lost, clients_only=True)
         self._announce(version)
-        self._once_heard(version.former, self._drain_former, version, workers, self._moved)
+        self._once_received(version.former, self._drain_former, version, workers, self._moved)
 
     def _moved(self, version: Version, _: list[Worker]) -> None:
         assert version.former is not None and version.scheduler is not None
         self._attach(version)
-        self.tell(version.former, supervision.Stop())
+        self.send(version.former, supervision.Stop())
         self.world.after(5 * MS, self._close, version.former)
         version.former = None
         if version.scheduler.address not in self._links:  # its end was seen meanwhile
@@ -327,7 +326,7 @@ class Supervisor(Process):
             return
         version.retiring = True
         if version.scheduler is not None and version.scheduler.alive:
-            self.tell(version.scheduler, supervision.Drain())
+            self.send(version.scheduler, supervision.Drain())
         else:
             self._stop(version)
 
@@ -348,8 +347,8 @@ class Supervisor(Process):
         """The scheduler hears of each, and ends last."""
         if scheduler.alive:
             for worker in version.workers.values():
-                self.tell(scheduler, ProcessExited(worker.pid, ""))
-            self.tell(scheduler, supervision.Stop())
+                self.send(scheduler, ProcessExited(worker.pid, ""))
+            self.send(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
     def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
@@ -369,7 +368,7 @@ class Supervisor(Process):
             version.model,
             version.number,
             next(self._numbers),
-            self.hear,
+            self.receive,
             version.snapshot,
             alive,
             self.hosts,
@@ -379,7 +378,7 @@ class Supervisor(Process):
         self._connect(scheduler, scheduler.from_supervisor)
         for step in version.model.steps:
             if step.name in self.serving:
-                self.tell(scheduler, self._published(self.serving[step.name]))
+                self.send(scheduler, self._published(self.serving[step.name]))
         if version.model.limited:
             self.tickets.bind(scheduler.address, id(version))
 
@@ -398,20 +397,20 @@ class Supervisor(Process):
         worker = kind(self.world, self._memory, model, version.number, index, pid)
         version.workers[index] = worker
         self._connect(worker, worker.take)
-        self.tell(version.scheduler, supervision.InstanceExpected(index, worker.pid))
+        self.send(version.scheduler, supervision.InstanceExpected(index, worker.pid))
         self.world.after(self.world.between(100 * US, 5 * MS), self._loaded, version, worker)
 
     def _loaded(self, version: Version, worker: Worker) -> None:
         worker.loaded = True
         if version.scheduler is not None and version.scheduler.alive:
-            self.tell(worker, version.scheduler)
+            self.send(worker, version.scheduler)
 
     def add_client(self, client: Client) -> None:
         """A client has connected: it hears of what serves."""
         self.clients.append(client)
         self._connect(client, client.take)
         for version in self.serving.values():
-            self.tell(client, self._published(version))
+            self.send(client, self._published(version))
 
     def _end(self, process: Process) -> None:
         if process.alive:
@@ -478,10 +477,10 @@ class Supervisor(Process):
             worker = version.workers.get(index)
             pid = 0 if worker is None or not worker.alive else worker.pid
             expected.append(supervision.InstanceExpected(index, pid))
-        self.tell(version.scheduler, *expected)
+        self.send(version.scheduler, *expected)
 
     def _attach(self, version: Version) -> None:
         """Have the instances offer themselves to a new scheduler."""
         for index, worker in version.workers.items():
             if worker.loaded and index not in version.leaving:
-                self.tell(worker, version.scheduler)
+                self.send(worker, version.scheduler)

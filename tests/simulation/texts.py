@@ -62,7 +62,6 @@ def pieces(packed: bytes) -> list[Piece]:
 
 @functools.lru_cache(1 << 14)
 def asked(content: bytes) -> Asked:
-    """What a request with this input asks for."""
     draw = Random(content)
     prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
     if draw.random() < 0.5:
@@ -84,7 +83,6 @@ def asked(content: bytes) -> Asked:
 
 @functools.lru_cache(1 << 14)
 def texts(content: bytes) -> list[tuple[list[int], str]]:
-    """What its samples come to."""
     wanted = asked(content)
     if wanted.search is not None:
         generation: Generation[None] = Generation(
@@ -100,8 +98,8 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
     return found
 
 
-def problem(content: bytes, heard: set[tuple[int, int]], packed: bytes) -> str:
-    """What is wrong with a response, where what was `heard` before are samples with places of
+def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> str:
+    """What is wrong with a response, where what was `received` before are samples with places of
     tokens in them, and with -1 for their ends; what it has is heard then."""
     for piece in pieces(packed):
         tokens, over = texts(content)[piece.sample]
@@ -111,15 +109,15 @@ def problem(content: bytes, heard: set[tuple[int, int]], packed: bytes) -> str:
             memory_ranges.add((piece.sample, -1))
         if tokens[piece.begin : end] != piece.tokens or piece.over not in ("", over):
             return f"has {piece}, and its text is {tokens}, {over}"
-        if memory_ranges & heard:
+        if memory_ranges & received:
             return f"has {piece} twice"
-        heard |= memory_ranges
+        received |= memory_ranges
     return ""
 
 
-def missing(content: bytes, heard: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def missing(content: bytes, received: set[tuple[int, int]]) -> set[tuple[int, int]]:
     return {
         (sample, memory_range)
         for sample, (tokens, _) in enumerate(texts(content))
         for memory_range in range(-1, len(tokens))
-    } - heard
+    } - received

@@ -208,13 +208,13 @@ class Worker(Process):
         batch = self._running
         if batch is None or not self.alive:
             return
-        made: list[int] = []
+        reserved: list[int] = []
         if self.model.iterative and self.model.decoupled:
             replies = [self._reply_in_rounds(work, batch) for work in batch.requests]
         elif self.model.decoupled:
             replies = self._open_streams(batch)
         else:
-            replies = [self._reply(work, batch, made) for work in batch.requests]
+            replies = [self._reply(work, batch, reserved) for work in batch.requests]
             if self.world.chance(0.1):
                 self.world.random.shuffle(replies)
         now_ns = self.world.now_ns
@@ -231,14 +231,14 @@ class Worker(Process):
                 self._up.post(replace(finished, batch=-batch.batch))
             self._up.post(finished)
         else:
-            for offset in made:
+            for offset in reserved:
                 if offset in self._lent:
                     self._release(self._lent[offset], [offset])
         self._running = None
         self._begin()
         self._work_off()
 
-    def _reply(self, work: m.Work, batch: m.Execute, made: list[int]) -> m.Reply:
+    def _reply(self, work: m.Work, batch: m.Execute, reserved: list[int]) -> m.Reply:
         state = self._advance(work, batch) if self.model.sequences else b""
         try:
             data = self._input(work)
@@ -248,7 +248,7 @@ class Worker(Process):
                 return m.Reply(work.key, "INTERNAL", "the model failed")
             if self.model.iterative and state.count(b".") < self.model.rounds(data):
                 return m.Reply(work.key, m.RESCHEDULED, "")
-            return m.Reply(work.key, "", "", *self._body(work, data + state, made))
+            return m.Reply(work.key, "", "", *self._body(work, data + state, reserved))
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message)
 
@@ -278,14 +278,14 @@ class Worker(Process):
             del self.slots[row.slot]
         return state
 
-    def _body(self, work: m.Work, data: bytes, made: list[int]) -> Packed:
-        """A packed response; `made` gets the offsets of its outputs in the arena."""
+    def _body(self, work: m.Work, data: bytes, reserved: list[int]) -> Packed:
+        """A packed response; `reserved` gets the offsets of its outputs in the arena."""
         memory_ranges = {out.name: out.memory_range for out in inference_of(work).outputs}
         outputs: list[TensorRef] = []
-        given = dict(zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True))
+        results = dict(zip(("OUT", "WHO"), self.model.outputs_of(data, self.version), strict=True))
         if self.model.gates:
-            given["GO"] = b"%c" % self.model.goes(data)
-        for name, output in given.items():
+            results["GO"] = b"%c" % self.model.goes(data)
+        for name, output in results.items():
             if memory_ranges and name not in memory_ranges:
                 continue
             where: bytes | Range = output
@@ -297,7 +297,7 @@ class Worker(Process):
             elif self.model.large and name == "OUT":
                 where = self.arena.memory_range(output)
                 self._lent[where.offset] = work.client_pid
-                made.append(where.offset)
+                reserved.append(where.offset)
             shape = (1, len(output)) if self.model.batches else (len(output),)
             outputs.append(TensorRef(name, "BOOL" if name == "GO" else "UINT8", shape, where))
         return pack_inferred(Inferred(tuple(outputs)))

@@ -115,7 +115,6 @@ class Process:
 
     @property
     def address(self) -> Any:
-        """What the supervisor knows it by."""
         return self.pid
 
     def die(self) -> None:

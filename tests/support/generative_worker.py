@@ -54,7 +54,6 @@ def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
 
 
 def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
-    """What a sample of a prompt comes to, by itself."""
     slots = extend([], prompt)
     over = "length"
     for _ in range(max_tokens):

@@ -172,5 +172,4 @@ class Load:
         return time.monotonic() - since
 
     def troubles(self) -> list[Answer]:
-        """All that were not answered right."""
         return [answer for answer in self.answers if answer.trouble]

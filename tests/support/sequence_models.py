@@ -23,5 +23,4 @@ CONTROLS = controls()
 
 
 def instances(count: int) -> str:
-    """So many, on the CPU."""
     return f"instance_group [ {{ kind: KIND_CPU count: {count} }} ]"

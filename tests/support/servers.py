@@ -109,12 +109,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What tritonclient takes."""
         return f"127.0.0.1:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        """What tritonclient.grpc takes."""
         return f"127.0.0.1:{self.grpc_port}"
 
     def log(self) -> str:

@@ -1,4 +1,4 @@
-"""A process that ends the servers of a test run that was killed.
+"""A process that ends the servers of a test run, or of a benchmark, that was killed.
 
 Fixtures end servers only if pytest comes to its end, and a server has a session of its own. This
 process waits for the exit of its parent, and then ends the servers that are still registered. It

@@ -366,8 +366,8 @@ def _check(
     most, subject = signature.max_batch_size, f"of model '{signature.name}'"
     if side == "input" and set(in_file) != set(specs):
         raise InvalidArgument(
-            f"the inputs {subject} are {sorted(specs)} in the configuration, the file's are "
-            f"{sorted(in_file)}"
+            f"the inputs {subject} are {sorted(specs)} in the configuration, but "
+            f"{sorted(in_file)} in the file"
         )
     for spec in specs.values():
         tensor = in_file.get(spec.name)

@@ -288,7 +288,7 @@ class Executor:
                 self._policy.record_retry(succeeded=not replies[0].code)
                 if self._policy.copies:
                     logger.warning(
-                        "model '%s' writes into its inputs, so each is copied for it",
+                        "model '%s' writes into its inputs, so that they are copied from now on",
                         self._context.model_name,
                     )
         return replies

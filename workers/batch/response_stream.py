@@ -287,7 +287,10 @@ class ResponseStream:
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                why = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
+                why = (
+                    f"the client has read no response for {MOST_WAIT_S:g} s; no more responses "
+                    "are sent"
+                )
                 self.fail(Unavailable(why))
                 self._overran = True
                 self._open.cancel()

@@ -342,7 +342,7 @@ class Runner:
         if self._watched:
             if wrote and (self._views or self._learning):
                 logger.warning(
-                    "model '%s' writes into its inputs, so each is copied for it",
+                    "model '%s' writes into its inputs, so that they are copied from now on",
                     self._signature.name,
                 )
             self._views = not wrote

@@ -107,9 +107,8 @@ class OutputMemory:
         free = self._arena.memory.byte_size - self._arena.used
         if held + byte_size > free - byte_size:
             raise Unavailable(
-                f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
-                f"this client has not released {held} yet; a client may hold at most as many "
-                "bytes as are free"
+                f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
+                f"this client holds {held} bytes, and may hold at most as many as are free"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:

@@ -125,10 +125,8 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
     yield host.units / SERVICES[1], purpose, _service(host, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
         listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
-        yield host.units / unit, f"where {name} listens", _socket(name, listen, "")
-        purpose = (
-            f"where {name} of shmserve@NAME listens, if it is enabled; with ports by a drop-in"
-        )
+        yield host.units / unit, f"the {name} listener", _socket(name, listen, "")
+        purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
         listen = _listen("", f"%i-{name}.sock", user)
         yield host.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"

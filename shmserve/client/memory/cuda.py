@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.views import MemoryLease
+from shmserve.client.memory.views import MemoryLease, SharedMemory
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Released, Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
+from shmserve.ipc.tensors.descriptors import Range
 
 CPU, CUDA = 1, 2
 # datatype -> (type code, bits)
@@ -129,7 +129,7 @@ def device_number(device: object) -> int | None:
     return int(number or 0)
 
 
-class DeviceSegment:
+class DeviceSegment(SharedMemory):
     """A device allocation that is shared with the server: the counterpart of `Segment`."""
 
     counted = False
@@ -142,21 +142,11 @@ class DeviceSegment:
         self.size = allocation.size
         self.address = allocation.pointer
         self.free = FreeList(self.size)
-        self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
         handle = self._handle
         return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
-
-    def shared(self, memory: bytes) -> None:
-        """Store the server's description of the memory."""
-        self.memory = unpack_memory(memory)
-
-    def memory_range(self, offset: int, byte_size: int) -> Range:
-        """Return the range of these bytes in the form sent to the server."""
-        assert self.memory is not None
-        return Range(self.memory, offset, byte_size)
 
     def view(
         self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease
@@ -239,7 +229,7 @@ class DeviceView:
             array = np.asarray(values, dtype_of(self.datatype))
             array = np.ascontiguousarray(np.broadcast_to(array, self.shape))
         except (TypeError, ValueError) as error:
-            text = f"expected data of {self.datatype} {self.shape}: {error}"
+            text = f"the data cannot be converted to {self.datatype} {self.shape}: {error}"
             raise InvalidArgument(text) from error
         if array.nbytes:
             raw = array.reshape(-1).view(np.uint8).data

@@ -24,17 +24,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, View, nothing
+from shmserve.client.memory.views import MemoryLease, SharedMemory, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.memory.arena import FreeList
+from shmserve.ipc.memory.arena import FIXED_SIZE, FreeList
 from shmserve.ipc.messages import control_requests as m
-from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 ALIGNMENT = 64
 _SMALLEST = 4 * 1024 * 1024
 _LARGEST_SHARED = 64 * 1024 * 1024
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def aligned(byte_size: int) -> int:
@@ -42,8 +40,8 @@ def aligned(byte_size: int) -> int:
     return -(-byte_size // ALIGNMENT) * ALIGNMENT
 
 
-class Segment:
-    """A mapped memfd; `memory` is the connected server's description of it.
+class Segment(SharedMemory):
+    """A mapped memfd.
 
     Attributes:
         counted: Whether the memory counts against the client's limit.
@@ -65,7 +63,7 @@ class Segment:
         try:
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException as error:  # includes KeyboardInterrupt, since this may take long
             self.close()
@@ -83,24 +81,14 @@ class Segment:
         self.bytes = memoryview(mapped)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free = FreeList(aligned(self.size))
-        self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
         return m.ShareMemory(number, self.size, self.pin), (self.fd,)
 
-    def shared(self, memory: bytes) -> None:
-        """Store the server's description of the memory."""
-        self.memory = unpack_memory(memory)
-
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """Return the tensor at `offset`."""
         return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
-
-    def memory_range(self, offset: int, byte_size: int) -> Range:
-        """Return the range of these bytes in the form sent to the server."""
-        assert self.memory is not None
-        return Range(self.memory, offset, byte_size)
 
     def close(self) -> None:
         """Unmap the memory once its last array is gone. This method is idempotent."""

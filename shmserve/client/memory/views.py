@@ -9,10 +9,26 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Released
+from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 
 def nothing() -> None:
     """Do nothing, as the end of a lease without memory."""
+
+
+class SharedMemory:
+    """Memory that is shared with a server; `memory` is the connected server's description of it."""
+
+    memory: Memory | None = None
+
+    def shared(self, memory: bytes) -> None:
+        """Store the server's description of the memory."""
+        self.memory = unpack_memory(memory)
+
+    def memory_range(self, offset: int, byte_size: int) -> Range:
+        """Return the range of these bytes in the form sent to the server."""
+        assert self.memory is not None
+        return Range(self.memory, offset, byte_size)
 
 
 class MemoryLease:

@@ -60,7 +60,7 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
     array_datatype = datatype_of(array, expected)
     if not array_datatype:
         raise InvalidArgument(
-            f"input '{name}' is of {array.dtype}, which has no corresponding datatype"
+            f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
         )
     return _contiguous(array), array_datatype
 
@@ -85,7 +85,7 @@ def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
             return value.numpy(), ""
         # The tensor is sparse or quantized, or has an unsupported dtype.
         except (RuntimeError, TypeError) as error:
-            raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
+            raise InvalidArgument(f"input '{name}' cannot be read from torch: {error}") from error
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidArgument(
             f"input '{name}' is a masked array: pass its .data, or call .filled()"
@@ -98,12 +98,14 @@ def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
         try:
             return np.from_dlpack(value), ""
         except (BufferError, RuntimeError, TypeError) as error:
-            raise InvalidArgument(f"input '{name}' cannot be taken by DLPack: {error}") from error
+            raise InvalidArgument(
+                f"input '{name}' cannot be read through DLPack: {error}"
+            ) from error
     try:
         return _from_lists(value, expected)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(
-            f"input '{name}' cannot be converted to a {expected} tensor: {error}"
+            f"input '{name}' cannot be converted to {expected}: {error}"
         ) from error
 
 

@@ -113,16 +113,25 @@ def examples(gateway: Gateway) -> list[dict[str, Any]]:
     """
     models = gateway.models
     names = sorted({*models.on_demand, *(model.name for model in models.all())})
-    return [_example(name, models.find(name, "")) for name in names]
+    return [each for name in names for each in _examples(name, models.find(name, ""))]
 
 
-def _example(name: str, model: GatewayModel | None) -> dict[str, Any]:
+def text_example(model: str, path: str, **fields: Any) -> dict[str, Any]:
+    """Return a request of OpenAI's API in the form of `examples`."""
+    return {"model": model, "path": path, "headers": {}, "body": {"model": model, **fields}}
+
+
+def _examples(name: str, model: GatewayModel | None) -> list[dict[str, Any]]:
     path = f"/v2/models/{quote(name, safe='')}"
     if model is None:
-        return {"model": name, "path": path, "headers": {}}
-    if model.converts or model.backend == "vllm":
-        body = {"model": name, "prompt": "Once upon a time", "max_tokens": 16}
-        return {"model": name, "path": "/v1/completions", "headers": {}, "body": body}
+        return [{"model": name, "path": path, "headers": {}}]
+    if model.converts:
+        chat = [{"role": "user", "content": "Tell me a story."}]
+        completion = text_example(name, "/v1/completions", prompt="Once upon a time", max_tokens=16)
+        return [
+            completion,
+            text_example(name, "/v1/chat/completions", messages=chat, max_tokens=16),
+        ]
     signature = model.signature
     specs = [spec for spec in signature.inputs.values() if not spec.optional]
     used = {spec.datatype for spec in (*specs, *signature.outputs.values())}
@@ -135,7 +144,7 @@ def _example(name: str, model: GatewayModel | None) -> dict[str, Any]:
     zeros = sum(each["parameters"]["binary_data_size"] for each in inputs) if binary else 0
     headers = {"Accept": "application/x-ndjson"} if model.decoupled else {}
     example = {"model": name, "path": f"{path}/infer", "headers": headers, "body": body}
-    return example | ({"zeros": zeros} if binary else {})
+    return [example | ({"zeros": zeros} if binary else {})]
 
 
 def _example_input(spec: TensorSpec, max_batch_size: int, binary: bool) -> dict[str, Any]:

@@ -173,7 +173,7 @@ _HISTOGRAMS = (
     ("batch_size", "Batch size of an execution"),
 )
 _PADDING = (
-    ("shmserve_padded_elements", "Elements of padded inputs that models were given"),
+    ("shmserve_padded_elements", "Elements of padded inputs that models received"),
     ("shmserve_padding_elements", "Padding elements of padded inputs"),
 )
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -301,7 +301,7 @@ _GENERATIVE = _families(
     ("gauge", "requests_queued", "queued", "Sequences waiting for their first step"),
     ("gauge", "requests_running", "sequences.running", "Sequences in the batch"),
     ("gauge", "requests_swapped", "sequences.swapped", "Sequences swapped out to host blocks"),
-    ("gauge", "batch_utilization", "utilization", "Rows of the step, of the most there are"),
+    ("gauge", "batch_utilization", "utilization", "Rows of the step as a share of the maximum"),
     ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
     ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
     ("counter", "swap_in", "swapped_in", "Blocks copied back from the host"),
@@ -316,7 +316,7 @@ _GENERATIVE = _families(
     ("counter", "speculative_drafted", "drafted", "Tokens that were proposed"),
     ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted"),
     ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted"),
-    ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step"),
+    ("gauge", "speculative_speedup", "speedup", "Tokens per row of a speculative step"),
     (
         *("counter", "step_seconds", "seconds"),
         *("Time of steps by phase, and of work outside of steps", "phase"),
@@ -432,7 +432,7 @@ class MetricsExporter:
             ("", table.all(), "registered regions of shared memory"),
             (
                 *("unnamed_", table.listed_only()),
-                "regions that shmserve.client shares, or that are unregistered and in use still",
+                "regions that shmserve.client shares, or that are unregistered but still in use",
             ),
         ):
             sizes = [region.byte_size for region in regions]
@@ -466,7 +466,7 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
     free = {name: family for name, family in families.items() if name not in server_names}
     if len(free) < len(families):
         logger.warning(
-            "models have metrics with names of the server's, which are not shown: %s",
+            "metrics of models that have the names of the server's metrics are not shown: %s",
             ", ".join(sorted(families.keys() - free.keys())),
         )
     return model_metrics.exposition(free)

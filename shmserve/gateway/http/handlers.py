@@ -21,6 +21,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.openai.models import embeds
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
@@ -80,7 +81,14 @@ async def model_config(
 
 async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /docs/models, the requests that the page /docs offers."""
-    return json_response(management.examples(gateway))
+    found: list[dict[str, Any]] = []
+    for example in management.examples(gateway):
+        name = example["model"]
+        found.append(example)
+        model = gateway.models.find(name, "")
+        if model is not None and embeds(model) is not None:
+            found.append(management.text_example(name, "/v1/embeddings", input=["A text"]))
+    return json_response(found)
 
 
 async def statistics(

@@ -74,7 +74,9 @@ def _targets(at: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Proble
         yield Problem((*at, "target_name"), "batch input must specify 'target_name'")
     for index, name in enumerate(names):
         if name in inputs:
-            text = f"batch input '{name}' is made by the server and cannot be an input of clients"
+            text = (
+                f"batch input '{name}' is created by the server and cannot be an input of clients"
+            )
             yield Problem((*at, "target_name", index), text, (("input",),))
 
 

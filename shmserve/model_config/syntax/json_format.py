@@ -17,10 +17,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from shmserve.model_config.syntax import MAX_DEPTH, Entry, Lines, Malformed, MessageValue, Scalar
-from shmserve.model_config.syntax.message_builder import is_map, is_repeated
-
-_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
-
+from shmserve.model_config.syntax.message_builder import FLOATS, is_map, is_repeated
 
 _QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
 # The first token of a name or a value in JSON.
@@ -155,7 +152,7 @@ def _shown(target: FieldDescriptor, value: Any) -> Any:
     if target.enum_type is not None:
         enum_value = target.enum_type.values_by_number.get(value)
         return enum_value.name if enum_value else value
-    if target.cpp_type in _FLOATS:
+    if target.cpp_type in FLOATS:
         return _shown_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
     return value
 

@@ -20,7 +20,7 @@ _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _FLOAT_WORDS = {
     "inf": math.inf,
     "infinity": math.inf,
@@ -163,7 +163,7 @@ class Builder:
         kind = target.cpp_type
         if kind in _INT_RANGES:
             return self._integer(target, value)
-        if kind in _FLOATS:
+        if kind in FLOATS:
             return self._float(target, value)
         if kind == FieldDescriptor.CPPTYPE_BOOL:
             return self._bool(value)
@@ -303,7 +303,7 @@ def _number_in_string(text: bytes) -> int | float | None:
 def _wanted(target: FieldDescriptor) -> str:
     if target.cpp_type in _INT_RANGES:
         return "an integer"
-    if target.cpp_type in _FLOATS:
+    if target.cpp_type in FLOATS:
         return "a number"
     return {
         FieldDescriptor.CPPTYPE_BOOL: "true or false",

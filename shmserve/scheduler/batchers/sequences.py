@@ -405,7 +405,7 @@ class Sequences:
         if self.backlog.count(owner) >= self._most:
             raise QueueFull(
                 f"{self._most} sequences of this client wait for a slot of model "
-                f"'{self._model}', which is the limit"
+                f"'{self._model}', and no more are allowed"
             )
 
     def arrive(self, request: ScheduledRequest, correlation_id: int | str) -> bool:

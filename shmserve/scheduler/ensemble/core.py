@@ -273,7 +273,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._memory.reserve(blocks)
             on_devices = sum(size for size, device in blocks if device is not None)
             logger.info(
-                "%d tensors of fixed shapes between steps: %.1f MB a request, planned%s",
+                "planned memory of %d tensors of fixed shapes between steps: %.1f MB per request%s",
                 len(blocks),
                 self._planned_bytes / 1e6,
                 f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else "",

@@ -204,17 +204,19 @@ class PlannedStep(TensorReader):
 
 
 class TensorRoute(NamedTuple):
-    """The readers of a tensor, and how often its values are used.
+    """Where the values of a tensor go.
 
     Attributes:
         uses: How often each value is used; -1: any number of times.
         once: Whether the origin of the tensor is `ONCE`.
         readers: The steps that wait for the tensor, and the response if it contains the tensor.
+        only: The reader, if it is the only one and waits for no other tensor.
     """
 
     uses: int
     once: bool
     readers: tuple[TensorReader, ...]
+    only: TensorReader | None
 
 
 class Plan:
@@ -255,8 +257,12 @@ class Plan:
             if readers:
                 once = origin == ONCE
                 many = once and not all(reader.once for reader in readers)
+                only = len(readers) == 1 and len(readers[0].reads) == 1
                 self.routes[tensor] = TensorRoute(
-                    _ANY_NUMBER if many else len(readers), once, readers
+                    _ANY_NUMBER if many else len(readers),
+                    once,
+                    readers,
+                    readers[0] if only else None,
                 )
         self.devices = self._devices(graph.conditions)
 
@@ -346,13 +352,17 @@ class Flow:
             route = routes.get(tensor)
             if route is None:
                 value.release()
-                continue
-            self._values[tensor, number] = value
-            if route.uses != 1:
-                self._remaining_uses[tensor, number] = route.uses
-        for tensor, _ in tensors:
+            elif route.only is None:
+                self._values[tensor, number] = value
+                if route.uses != 1:
+                    self._remaining_uses[tensor, number] = route.uses
+        for tensor, value in tensors:
             route = routes.get(tensor)
-            if route is not None:
+            if route is None:
+                continue
+            if route.only is not None:  # nothing else is missing
+                self._start(route.only, number, {tensor: value})
+            else:
                 for reader in route.readers:
                     if reader.once or not route.once:
                         self._fire(reader, number)
@@ -392,10 +402,14 @@ class Flow:
                 del self._remaining_uses[key]
             elif remaining != _ANY_NUMBER:
                 self._remaining_uses[key] = remaining - 1
+        self._start(reader, number, reader_values)
+
+    def _start(self, reader: TensorReader, number: int, values: dict[str, Value]) -> None:
+        """Run a step or respond with these values, which hold a use for the reader."""
         if isinstance(reader, PlannedStep):
-            self._run(reader, number, reader_values)
+            self._run(reader, number, values)
         else:
-            self._respond(reader_values)
+            self._respond(values)
 
     def _run(self, step: PlannedStep, number: int, values: dict[str, Value]) -> None:
         condition = step.condition

@@ -116,6 +116,11 @@ class Value(Token):
         block = self.memory
         return block if isinstance(block, Block) and block.memory_range == memory_range else None
 
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users and (self.memory is not None or self.held_credits):
+            self._free()
+
     def _free(self) -> None:
         if self.memory is not None:
             self.memory.release()

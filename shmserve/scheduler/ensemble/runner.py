@@ -68,7 +68,15 @@ class StepRunner:
 
     def take(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
-        self.schedulers.take(endpoint, message)
+        step = None
+        if type(message) is Finished:
+            step = self.schedulers.take_finished(endpoint, message)
+        if step is None:
+            self.schedulers.take(endpoint, message)
+        else:
+            self._requests.touched[step.request] = None
+            self._respond(step, message, now_ns)  # type: ignore[arg-type]
+            self._end(step, now_ns)
         if self._messages.events:
             self._handle_events(now_ns)
 
@@ -267,11 +275,11 @@ class StepSchedulers(Links):
             self._links.open(endpoint)
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
-        if not self._neighbours.post(endpoint, self._identity, message):
+        if not self._neighbours.call(endpoint, self._identity, message):
             self._links.queue(endpoint, message, byte_size or message_size(message))
 
     def post(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        if not self._neighbours.post(endpoint, self._identity, message):
+        if not self._neighbours.call(endpoint, self._identity, message):
             self._links.post(endpoint, message)
 
     defer = post  # all queued messages are sent at the end of the turn

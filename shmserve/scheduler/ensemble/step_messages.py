@@ -205,7 +205,7 @@ class StepMessages:
             data,
             now_ns,
             request.deadline_ns,
-            min(origin.timeout_us, LONGEST_TIMEOUT_US),
+            origin.timeout_us and min(origin.timeout_us, LONGEST_TIMEOUT_US),
             origin.priority,
             origin.request_id,
             flags,
@@ -404,8 +404,8 @@ def _requested(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOu
         memory_range = request.memory_ranges.get(tensor)
         if memory_range is not None and not step.once:
             raise Unsupported(
-                f"output '{tensor}' follows a step that gives any number of responses: it cannot "
-                "go to shared memory"
+                f"output '{tensor}' follows a decoupled step, so that it cannot be written to "
+                "shared memory"
             )
         requested.append(RequestedOutput(name, memory_range))
     return tuple(requested)

@@ -248,9 +248,9 @@ class GenerativeDispatch(Dispatcher):
         if not engine.fits(generation):
             text = (
                 f"{id_prefix(request.submit.request_id)}the prompt has {len(generation.prompt)} "
-                f"tokens and up to {message.max_tokens} follow in {generation.rows} sequences, "
-                f"which cannot run with {self._engine_settings.capacity} tokens in memory and "
-                f"{self._engine_settings.max_batch_size} sequences at a time"
+                f"tokens, and up to {message.max_tokens} follow in {generation.rows} sequences, "
+                f"but the engine runs at most {self._engine_settings.max_batch_size} sequences "
+                f"with {self._engine_settings.capacity} tokens in memory"
             )
             self._responses.fail(request, "INVALID_ARG", text, Reason.REJECTED, now_ns, early=True)
             self._executions.cancel(request)

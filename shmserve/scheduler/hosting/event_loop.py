@@ -95,9 +95,10 @@ class Waiter:
 class InProcessLinks:
     """Links between the schedulers of one process.
 
-    A message is a call of the handler registered for its address, made at the next delivery in the
-    order of posting. Nothing is packed. The address of a scheduler is its endpoint; as a client,
-    its identity.
+    A message is a call of the handler registered for its address, and nothing is packed. The
+    address of a scheduler is its endpoint; as a client, its identity. A client's message is
+    delivered at once. Responses are delivered later, in the order of posting, so that no handler of
+    a scheduler is called within another one of that scheduler.
     """
 
     def __init__(self) -> None:
@@ -116,8 +117,16 @@ class InProcessLinks:
         """Check whether an address is registered."""
         return address in self._handlers
 
+    def call(self, address: Hashable, sender: Any, message: Any) -> bool:
+        """Deliver a client's message now; return False if the address is not registered."""
+        handler = self._handlers.get(address)
+        if handler is None:
+            return False
+        handler(sender, message)
+        return True
+
     def post(self, address: Hashable, sender: Any, message: Any) -> bool:
-        """Queue a message; return False if the address is not registered."""
+        """Queue a response; return False if the address is not registered."""
         handler = self._handlers.get(address)
         if handler is None:
             return False
@@ -125,7 +134,7 @@ class InProcessLinks:
         return True
 
     def deliver(self) -> None:
-        """Deliver the queued messages."""
+        """Deliver the queued responses."""
         posted, self.posted = self.posted, []
         for handler, sender, message in posted:
             handler(sender, message)

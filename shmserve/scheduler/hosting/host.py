@@ -412,15 +412,16 @@ class Host:
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
         turned: list[HostedScheduler] = []  # a scheduler may occur twice
-        while touched:
+        while touched or neighbours.posted:
+            if neighbours.posted:  # first, so that an ensemble has its turn with its step
+                neighbours.deliver()
+                now_ns = time.monotonic_ns()
             schedulers = list(touched)
             touched.clear()
             turned += schedulers
             for scheduler in schedulers:
                 scheduler.wake_ns = scheduler.front.tick(now_ns)
                 scheduler.live = scheduler.core.live
-            if neighbours.posted:
-                neighbours.deliver()
             if touched:
                 now_ns = time.monotonic_ns()
         # All together, because a receiver that wakes up may occupy this core before the other

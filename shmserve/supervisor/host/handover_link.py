@@ -118,7 +118,7 @@ def _refusal(run_dir: Path, error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"'{run_dir}' belongs to another user"
     if isinstance(error, TimeoutError):
-        return f"the server of '{run_dir}' does not answer"
+        return f"the server of '{run_dir}' does not respond"
     if (run_dir / "control").is_socket() and isinstance(error, FileNotFoundError):
         return (
             f"the server of '{run_dir}' has a version that cannot hand over: stop it, and "

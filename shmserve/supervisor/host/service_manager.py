@@ -206,7 +206,7 @@ def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str,
             continue
         if name not in LISTENERS:
             raise InvalidArgument(
-                f"LISTEN_FDNAMES: a socket named '{name}' "
+                f"LISTEN_FDNAMES: unknown socket name '{name}' "
                 f"(allowed for FileDescriptorName=: {', '.join(LISTENERS)})"
             )
         found.setdefault(name, []).append(_listening(fd, name))

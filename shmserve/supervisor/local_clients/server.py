@@ -296,7 +296,8 @@ class LocalClientServer:
         logger.log(
             level,
             "model '%s' version %s is not available to shmserve.client: the description of its "
-            "inputs and outputs has %d bytes, and a message at most %d (net.core.wmem_default)",
+            "inputs and outputs has %d bytes, but a message may have at most %d "
+            "(net.core.wmem_default)",
             *(message.name, message.version, len(data), self._largest),
         )
         return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])

@@ -305,7 +305,7 @@ class LifecycleExecutor(LifecycleActions):
                 await version.regroup(group, partial(self._publish_move, model))
             except ShmserveError as error:
                 logger.error(
-                    "model '%s' cannot move to another process: %s", model.name, error.message
+                    "model '%s' cannot be moved to another process: %s", model.name, error.message
                 )
         self.lifecycle.moved(order)
 

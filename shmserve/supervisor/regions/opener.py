@@ -88,7 +88,7 @@ class RegionQuota:
             if byte_size > most - size:
                 raise InvalidArgument(
                     f"a region of {byte_size} bytes is too large: {size} of the {most} bytes that "
-                    f"can be registered are ({flag})"
+                    f"can be registered are in use ({flag})"
                 )
         self._regions[uid] += 1
         self._bytes[uid] += byte_size
@@ -165,7 +165,7 @@ class RegionQuota:
         if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
             raise InvalidArgument(
                 f"{byte_size} bytes cannot be pinned: {self._pinned} of the {most} bytes that a "
-                "process may lock are (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
         self._pinned += byte_size
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from shmserve import logs
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.memory.arena import FreeList
+from shmserve.ipc.memory.arena import FIXED_SIZE, FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.messages.control_requests import (
     Answered,
@@ -143,9 +143,6 @@ class WorkspacePool:
         assert self._free.offsets() == self._owners.keys()
 
 
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
-
 def _in_pages(byte_size: int) -> int:
     return -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -154,7 +151,7 @@ def _host_memory(byte_size: int) -> Memory:
     fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
     except OSError as error:
         os.close(fd)
         text = f"no memory for a workspace of {byte_size} bytes: {error.strerror}"

@@ -54,7 +54,6 @@ def through(model: str, given: str, made: str, more: str = "") -> str:
 
 
 def one_by_one(*asks: Ask) -> list[Ask | Drain]:
-    """Each request after the response to the one before."""
     return [step for each in asks for step in (each, Drain())]
 
 

@@ -126,7 +126,6 @@ def backlog() -> Script:
 
 
 def backlog_oldest() -> Script:
-    """The same where one candidate is allowed."""
     name = "backlog_oldest"
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(3, start=True)]

@@ -156,7 +156,6 @@ def a_request_too_large(local_client: Guest, stage: Scene) -> None:
 
 
 def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
-    """It waits in the queue as all of the request does."""
     link = local_client.link("identity")
     link.send(replace(submit((small(),)), request_id="x" * MIB))
     failed = answer(link)

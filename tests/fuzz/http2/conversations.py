@@ -137,7 +137,6 @@ class Conversation:
         return choices[self._number() % len(choices)]
 
     def steps(self) -> Iterator[Step]:
-        """What happens, in its order."""
         for _ in range(_MOST_STEPS):
             if self._at >= len(self._data):
                 return

@@ -41,7 +41,6 @@ class Seen:
     answers: list[tuple[int, bytes]] = field(default_factory=list)
 
     def take(self, sent: bytes) -> None:
-        """What the engine sends."""
         for it in frames_of(sent):
             if it.kind == RESET:
                 self.fresh = int.from_bytes(it.payload, "big")

@@ -25,7 +25,6 @@ def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
 
 
 def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferResult:
-    """What tritonclient gets."""
     client = triton.InferenceServerClient(server.url)
     try:
         return client.infer(model, inputs(triton, arrays), request_id="rid")

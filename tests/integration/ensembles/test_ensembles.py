@@ -47,7 +47,7 @@ def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
 
 
 def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
-    assert "3 tensors of fixed shapes between steps: 7.2 MB a request, planned" in server.log()
+    assert "3 tensors of fixed shapes between steps: 7.2 MB per request" in server.log()
     given = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB each would fill the arena
         assert (infer(server, "three", IN=given).as_numpy("OUT") == given + 3).all()

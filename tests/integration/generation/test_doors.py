@@ -64,7 +64,7 @@ def test_side_by_side_the_tokens_are_those_of_transformers(
 
 def too_long(server: Server) -> None:
     """A request that can never run is refused."""
-    with client_of(server) as client, pytest.raises(openai.BadRequestError, match="above 80"):
+    with client_of(server) as client, pytest.raises(openai.BadRequestError, match="limit of 80"):
         client.completions.create(model="tight", prompt=[5] * 80)
 
 

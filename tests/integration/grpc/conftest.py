@@ -50,7 +50,6 @@ class Way:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What clients ask."""
     made = tmp_path_factory.mktemp("clients") / "models"
     made.mkdir()
     repositories.add(made, *_MODELS)
@@ -89,7 +88,6 @@ def unix_socket(server: Server) -> Path:
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
 def door(request: pytest.FixtureRequest) -> Way:
-    """Each listener in turn."""
     found: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
     if request.param == "unix":
         return Way(found.server, f"unix:{unix_socket(found.server)}")

@@ -222,13 +222,13 @@ def test_regions_are_checked(client) -> None:
     for spec in (((1,), "FLOAT"), ("FP32", [1])):
         with pytest.raises(shmserve.client.InvalidArgument, match="allowed: BOOL, UINT8"):
             client.allocate({"x": spec})
-    for shape in ((1, -1), (1.5,), 3):
+    for shape in ((1, -1), (1.5,)):
         with pytest.raises(shmserve.client.InvalidArgument, match="not an integer"):
             client.allocate({"x": (shape, "FP32")})
     for tensors in ([1], {"x": (3,)}, {"x": 3}, {5: ((3,), "FP32")}):
         with pytest.raises(shmserve.client.InvalidArgument, match=r"\(shape, datatype\)"):
             client.allocate(tensors)
-    client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
+    client.allocate({"x": ((np.int64(2), 3), "FP32"), "y": (3, np.float32)}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
         wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
         with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
@@ -251,7 +251,7 @@ def test_regions_are_checked(client) -> None:
         with pytest.raises(shmserve.client.InvalidArgument, match="too small for"):
             region.view("x", (2,))
     with client.allocate({"x": ((4,), "FP32"), "y": ((4,), "FP32")}) as region:
-        for shape in ((-1,), (-2, -2), 4):  # numpy's -1 would reach to the memory's end
+        for shape in ((-1,), (-2, -2), -4):  # numpy's -1 would reach to the memory's end
             with pytest.raises(shmserve.client.InvalidArgument, match="not an integer"):
                 region.view("x", shape)
     with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):

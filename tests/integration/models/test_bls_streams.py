@@ -157,7 +157,6 @@ def http(served: Server) -> Iterator[Http]:
 
 
 def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:
-    """What the caller has `seen`."""
     inputs = [
         {"name": "CODE", "datatype": "BYTES", "shape": [1], "data": [code]},
         {"name": "STEPS", "datatype": "BYTES", "shape": [len(steps)], "data": list(steps)},

@@ -45,7 +45,6 @@ class Clients:
         self.answers: list[str] = []
 
     def send(self, rate: float, seconds: float) -> None:
-        """So many a second."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             thread = threading.Thread(target=self._ask, args=(len(self._threads),), name="asks")

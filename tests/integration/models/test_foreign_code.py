@@ -27,7 +27,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def intrude(server: Server, http: Http) -> dict[str, Any]:
-    """What the intruder reports."""
     plan = {"run_dir": str(server.run_dir), "pids": [process.pid for process in server.tree()]}
     given = {"name": "PLAN", "datatype": "BYTES", "shape": [1], "data": [json.dumps(plan)]}
     reply = http.infer("intruder", {"inputs": [given]}).ok()

@@ -289,4 +289,4 @@ def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert main([*asked, "--window=60", "--patience=5"]) == 1
         stopping.join()
         # It depends on the moment which of them meets it.
-        assert re.search("cannot be reached|no answer|failed", capsys.readouterr().err)
+        assert re.search("cannot be reached|no response|failed", capsys.readouterr().err)

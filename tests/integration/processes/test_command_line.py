@@ -273,8 +273,8 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
     }
     lines = [" ".join(line.split()) for line in told.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
-    assert any(line.startswith("it was asked with zeros and empty texts") for line in lines)
-    assert "SIZE TYPE_INT32 [1,2] no such output" in lines
+    assert any(line.startswith("the inputs were zeros and empty strings") for line in lines)
+    assert "SIZE TYPE_INT32 [1,2] missing" in lines
     assert "SIZE TYPE_INT32 [1,2] TYPE_INT32 [1,3]" in lines
     assert "SIZE TYPE_INT32 [1,2] TYPE_FP32 [1,2]" in lines
     assert lines[-2:] == [
@@ -302,7 +302,7 @@ def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> Non
     huge, simple, summary = told.stdout.splitlines()
     assert huge.split(maxsplit=1) == [
         "huge:1",
-        "refused not tried: a batch of zeros is too large to be sent",
+        "refused not tested: a batch of zeros is too large for a message",
     ]
     assert simple.split()[:2] == ["simple:1", "ok"]
     assert summary == "2 models: 1 ok, 1 refused"
@@ -461,5 +461,5 @@ def test_client_infer_without_a_server(scheme: str) -> None:
         url = f"{scheme}://127.0.0.1:{port_of(held)}"
         done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
     assert done.returncode == 1
-    assert f": {url}: no answer: " in done.stderr
+    assert f": {url}: no response: " in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
         ("heading", "Newest events"),
         ("columnheader", "p99 ms"),
         ("rowheader", "simple"),
-        ("button", "What hurts first"),
+        ("button", "Problems first"),
     ):
         assert any(
             role == wanted_part[0] and name.startswith(wanted_part[1]) for role, name in names
@@ -172,7 +171,7 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     """Ten minutes in the server: what happened before a page was opened is in its charts."""
     with watched.asked(server):
         until("all are asked", lambda: answered(server, "simple") > 8)
-        time.sleep(3 * HISTORY_EVERY_S)
+        until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
     with Feed(server.metrics_port) as feed:
         history = feed.next()["history"]
         assert "history" not in feed.next()
@@ -189,6 +188,13 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     assert page.run(f"{axis}.firstChild.textContent === clock(asOf)")
     marks = page.run(f"[...{axis}.querySelectorAll('i')].map(mark => mark.textContent)")
     assert len(marks) >= 3 and all(re.fullmatch(r"\d\d:\d[02468]", mark) for mark in marks)
+
+
+def has_history(server: Server, version: str) -> bool:
+    with Feed(server.metrics_port) as feed:
+        history = feed.next()["history"]
+    points = history["models"].get(version, [])
+    return len(history["at"]) >= 2 and any(point and point[0] > 0 for point in points[:-1])
 
 
 @needs_chromium
@@ -346,6 +352,17 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             assert page.run(answer).startswith("200, "), page.run(answer)
             done = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
             assert b'"error"' not in done.stdout and name.encode() in done.stdout, done.stdout
+        with server.http() as http:
+            offered = http.get("/docs/models").ok().json()
+        paths: dict[str, list[str]] = {name: [] for name in names}
+        for example in offered:
+            paths[example["model"]].append(example["path"])
+        assert paths["tiny"] == ["/v1/completions", "/v1/chat/completions"]
+        assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
+        found = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
+        (line,) = [each for each in page.run(found) if "/v1/embeddings" in each]
+        done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+        assert json.loads(done.stdout)["object"] == "list"
 
 
 @needs_chromium

@@ -26,7 +26,6 @@ from tests.support.waiting import until
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """One that loads what it is told to."""
     repositories.add(models, "simple", "identity")
     repositories.write(models, "broken", "", "raise RuntimeError('so it is')")
     flags = ("--model-control-mode=explicit", "--load-model=simple")
@@ -35,7 +34,6 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def events(server: Server) -> Iterator[EventReader]:
-    """What happens from now on."""
     with EventReader(server.run_dir) as reader:
         reader.snapshot()
         yield reader

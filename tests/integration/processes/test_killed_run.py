@@ -1,4 +1,4 @@
-"""A test run that is killed: its servers end, and nothing of them is left."""
+"""A test run or a benchmark that is killed: its servers end, and nothing of them is left."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.support.leaks import created_since
 from tests.support.servers import ROOT, tree
 from tests.support.waiting import until
 
-_RUN = """
+_TEST = """
 import sys
 from pathlib import Path
 from tests.support.leaks import created_since
@@ -25,14 +25,29 @@ server.wait_ready()
 print(server.pid, server.folder, flush=True)
 sys.stdin.read()
 """
+_BENCHMARK = """
+import sys
+from pathlib import Path
+from bench.system.servers import Shmserve, running
+
+with running(Shmserve(), [Path(sys.argv[1]) / "simple"], notes=[]) as server:
+    print(server.pid, server.log.parent, flush=True)
+    sys.stdin.read()
+"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_server_of_a_killed_run_ends(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("program", "number"),
+    [(_TEST, signal.SIGKILL), (_TEST, signal.SIGTERM), (_BENCHMARK, signal.SIGKILL)],
+    ids=["test-SIGKILL", "test-SIGTERM", "benchmark-SIGKILL"],
+)
+def test_the_server_of_a_killed_run_ends(
+    tmp_path: Path, program: str, number: signal.Signals
+) -> None:
     repositories.add(tmp_path, "simple")
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        [sys.executable, "-c", _RUN, tmp_path],
+        [sys.executable, "-c", program, tmp_path],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

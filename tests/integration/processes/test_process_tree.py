@@ -199,8 +199,8 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
             began = time.monotonic()
             server.process.terminate()
             # The model never ends by itself. Without the flag, the server would wait for 30 s.
-            assert server.wait_exit(25) == 0
-            assert time.monotonic() - began > 0.8
+            assert server.wait_exit(15) == 0
+            assert time.monotonic() - began > 1.8
             assert stuck.result().status == 503
         server.assert_exited(members)
         assert not errors(server)

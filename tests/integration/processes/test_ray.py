@@ -304,7 +304,7 @@ def test_a_server_that_ends_is_told(own: Path) -> None:
             with pytest.raises(aiohttp.ClientConnectionError):
                 await server.request("GET", "/v2", [], nothing)
             until("it has heard of it", lambda: not runs(launched))
-            with pytest.raises(RuntimeError, match="ended with 137"):
+            with pytest.raises(RuntimeError, match="exited with status 137"):
                 await server.check()
 
     asyncio.run(use())

@@ -78,7 +78,6 @@ def run_beside(systemd: Systemd, unit: str, text: str) -> None:
 
 
 def log(systemd: Systemd, *which: str) -> str:
-    """What the journal has of the server."""
     return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *which)
 
 

@@ -73,7 +73,6 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def traced(models: Path, tmp_path: Path) -> Iterator[Server]:
-    """One that may write traces to a file."""
     file = f"--trace-config=triton,file={tmp_path / 'traces'}"
     with running(models, "--trace-config=rate=1", file, grpc=True) as started:
         yield started

@@ -113,15 +113,15 @@ class Worker:
         assert isinstance(message, kind), message
         return message
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self.control.post(b"worker.5.0.%d" % self.pid, message)
         self.control.flush()
 
     def load(self, **changes: Any) -> None:
         """Complete the configuration, load, and take the instance's offer."""
-        self.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native", **changes))))
+        self.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native", **changes))))
         self.config = self.expect(m.ConfigCompleted).config
-        self.tell(m.LoadInstance(ModelSpec.of(self.config), self.scheduler("w1")))
+        self.send(m.LoadInstance(ModelSpec.of(self.config), self.scheduler("w1")))
         self.expect(m.InstanceLoaded)
         self.expect_offer("w1")
 
@@ -211,7 +211,7 @@ def test_from_start_to_stop(worker: Worker) -> None:
         os.kill(worker.pid, number)
     worker.execute(4)
     assert [value(worker.answer(reply)) for reply in worker.finished()] == [8]
-    worker.tell(m.Stop())
+    worker.send(m.Stop())
     assert worker.wait() == 0
     assert (worker.version_dir / "log").read_text() == "unloaded"
 
@@ -283,7 +283,7 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
         worker.execute(0, memory_range=memory_range)
         assert value(worker.answer(worker.finished()[0])) == 6
         assert mapped() == 1
-    worker.tell(MemoryDropped(region.memory.id))
+    worker.send(MemoryDropped(region.memory.id))
     until("the region is unmapped", lambda: mapped() == 0)
     region.close()
 
@@ -301,7 +301,7 @@ def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
     if not late:
         worker.finished()
     worker.schedulers["w1"].close()
-    worker.tell(m.Attach(worker.scheduler("w2")))
+    worker.send(m.Attach(worker.scheduler("w2")))
     worker.expect_offer("w2")
     worker.execute(5, name="w2")
     assert value(worker.answer(worker.finished("w2")[0])) == 10
@@ -312,7 +312,7 @@ def test_a_scheduler_that_it_is_told_of_again_has_its_batches(worker: Worker) ->
     worker.start()
     worker.load()
     os.kill(worker.pid, signal.SIGSTOP)  # both are there at once
-    worker.tell(m.Attach(f"ipc://{worker.run_dir}/w1"))
+    worker.send(m.Attach(f"ipc://{worker.run_dir}/w1"))
     worker.execute(5)
     os.kill(worker.pid, signal.SIGCONT)
     assert value(worker.answer(worker.finished()[0])) == 10
@@ -328,7 +328,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
     worker.execute(-4)
     until("it runs", lambda: (worker.version_dir / "log").exists())
     worker.schedulers["w1"].close()
-    worker.tell(m.Attach(worker.scheduler("w2")))
+    worker.send(m.Attach(worker.scheduler("w2")))
     gate.write_text("")  # only now the batch may end
     worker.expect_offer("w2")
     worker.execute(5, name="w2")
@@ -351,7 +351,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown: str) -> None:
     (worker.version_dir / "model.py").write_text(spoil)
     worker.start()
-    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == (code, shown)
     assert worker.wait() == 0
@@ -366,9 +366,9 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     )
     (worker.version_dir / "model.py").write_text(model)
     worker.start()
-    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     config = worker.expect(m.ConfigCompleted).config
-    worker.tell(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
+    worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
     text = "RuntimeError: boom (model.py:11)"
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == ("INTERNAL", text)
@@ -378,7 +378,7 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
 
 def test_a_device_that_is_not_there(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
-    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
     assert failed.code == "UNAVAILABLE"
     assert "torch_npu" in failed.message
@@ -386,7 +386,7 @@ def test_a_device_that_is_not_there(worker: Worker) -> None:
 
 def test_stop_before_anything_is_loaded(worker: Worker) -> None:
     worker.start()
-    worker.tell(m.Stop())
+    worker.send(m.Stop())
     assert worker.wait() == 0
 
 

@@ -36,7 +36,6 @@ def server(models: Path, start: Start) -> Server:
 
 
 def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
-    """What tritonclient gets."""
     client = triton.InferenceServerClient(server.url)
     name = "IN" if model == "pipeline" else "X"
     given = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)

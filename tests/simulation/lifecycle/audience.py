@@ -24,7 +24,7 @@ class SimulatedPeer:
     ensemble: ObservedVersion | None = None
     known: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
     latest: dict[str, ModelPublished] = field(default_factory=dict)
-    heard: set[str] = field(default_factory=set)  # the endpoints of all that it ever knew
+    known_endpoints: set[str] = field(default_factory=set)  # the endpoints of all that it ever knew
     came: int = 0  # when so much had been said
     busy_until_ns: int = 0
 
@@ -34,11 +34,11 @@ class SimulatedPeer:
             return True
         return isinstance(news, ModelPublished) and self.ensemble.uses(news.name)
 
-    def hear(self, news: News | ReadinessChanged) -> None:
+    def receive(self, news: News | ReadinessChanged) -> None:
         key = news.name, news.version
         if isinstance(news, ModelPublished):
             self.known[key] = news
-            self.heard.add(news.endpoint)
+            self.known_endpoints.add(news.endpoint)
             if news.latest:
                 self.latest[news.name] = news
         elif isinstance(news, ReadinessChanged):
@@ -127,7 +127,7 @@ class SimulatedAudience:
         """Its process hears what is announced from now on."""
         self._peers[address] = SimulatedPeer(version)
 
-    def tell(self, address: Hashable, news: News) -> None:
+    def deliver(self, address: Hashable, news: News) -> None:
         """An ensemble is told where a model of its is."""
         peer = self._peers.get(address)
         if peer is not None:
@@ -138,7 +138,6 @@ class SimulatedAudience:
             self.acknowledgements.exited(key)
 
     def gateway_leaves(self) -> None:
-        """One of them, whatever it has not heard."""
         keys = [key for key, peer in self._peers.items() if peer.ensemble is None]
         if keys:
             self._world.fault("gateway leaves")
@@ -156,7 +155,7 @@ class SimulatedAudience:
         self, key: Hashable, peer: SimulatedPeer, news: News | ReadinessChanged, number: int
     ) -> None:
         if self._peers.get(key) is peer:
-            peer.hear(news)
+            peer.receive(news)
             if number:
                 late = draw_lag(self._world)
                 self._world.after(late, self.acknowledgements.acknowledged, key, number)

@@ -86,7 +86,6 @@ class LifecycleOracles:
         self._problems.append(problem)
 
     def title(self, order: Order) -> str:
-        """What it is called in the trace."""
         return f"{order.kind.name} {order.model.name} #{self.orders.index(order)}"
 
     def check(self) -> None:
@@ -119,7 +118,6 @@ class LifecycleOracles:
         self._executor.world.note("entered", self.title(order))
 
     def answered(self, order: Order) -> None:
-        """Who gave it was told."""
         self._answers[order] += 1
         if self._answers[order] > 1:
             self.broke(f"1: {self.title(order)} is answered twice")
@@ -211,7 +209,6 @@ class LifecycleOracles:
     # --- the end of versions
 
     def killed(self, version: ObservedVersion) -> None:
-        """It is killed: nobody ever knew it."""
         audience = self._executor.audience
         for news in audience.last.values():
             if isinstance(news, ModelPublished) and audience.by_endpoint[news.endpoint] is version:
@@ -231,7 +228,6 @@ class LifecycleOracles:
                     self.broke(f"4: {version} is drained before {user}")
 
     def ended(self, version: ObservedVersion) -> None:
-        """It has no process any more."""
         self._executor.world.note("ended", version)
         self._check_unknown(version, "gone")
         self._executor.alive.remove(version)
@@ -277,7 +273,7 @@ class LifecycleOracles:
         audience = self._executor.audience
         for gateway in audience.gateways:
             if (
-                version not in map(audience.by_endpoint.get, gateway.heard)
+                version not in map(audience.by_endpoint.get, gateway.known_endpoints)
                 and gateway.came < audience.first[version]
             ):
                 self.broke(f"3: {version} takes over, and a gateway does not know it")
@@ -397,7 +393,6 @@ class LifecycleOracles:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
     def _check_shapes(self, version: ObservedVersion) -> None:
-        """It has the instances that it is to have, and knows its steps as they are."""
         if not version.spec.steps:
             if len(version.memory_ranges) not in counts_of(version.config):
                 self.broke(f"8: {version} has {len(version.memory_ranges)} instances")

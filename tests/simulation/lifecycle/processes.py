@@ -115,7 +115,6 @@ class SimulatedProcesses:
         await future
 
     def die(self, child: SimulatedChild, reason: str) -> None:
-        """It ends, and all hear of it."""
         if not child.alive:
             return
         self.world.note("ends", child, reason)
@@ -135,7 +134,6 @@ class SimulatedProcesses:
                 handler(message)
 
     def withdraw(self, address: Address) -> None:
-        """Nothing more is said."""
         self._handlers.pop(address, None)
         self.audience.left(address)
 
@@ -144,13 +142,13 @@ class SimulatedProcesses:
         if child is None or address not in self._handlers:
             return
         if isinstance(message, ModelPublished):
-            self.audience.tell(address, message)
+            self.audience.deliver(address, message)
             return
         world = self.world
         if isinstance(message, m.Stop):
             child.to_end |= address == child.pid
         child.busy_until_ns = max(child.busy_until_ns, world.now_ns) + draw_lag(world) // 10
-        world.after(child.busy_until_ns - world.now_ns, self._hear, child, address, message)
+        world.after(child.busy_until_ns - world.now_ns, self._receive, child, address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody listens."""
@@ -170,7 +168,7 @@ class SimulatedProcesses:
         elif address == pid_of(address):
             self._early.setdefault(address, []).append(message)
 
-    def _hear(self, child: SimulatedChild, address: Address, message: Any) -> None:
+    def _receive(self, child: SimulatedChild, address: Address, message: Any) -> None:
         if not child.alive:
             return
         if isinstance(address, SchedulerAddress):
@@ -245,7 +243,6 @@ class SimulatedProcesses:
     # --- what happens
 
     def worker_dies(self) -> None:
-        """One of them, whatever it is about."""
         if self.workers:
             child = self.world.random.choice(self.workers)
             self.world.fault("worker dies", child)

@@ -58,7 +58,6 @@ class DrawnRepository:
         return False
 
     def change(self) -> None:
-        """Something of it is written, or removed."""
         name = self._random.choice([*self.steps])
         changes = [self._touch, self.scale] * 2
         changes += [self._add, self._remove, self._reshape, self._toggle]

@@ -48,7 +48,6 @@ class Starts:
             self._rows[memory_range].failed = 0
 
     def ended(self, memory_range: Instance | None) -> None:
-        """Its process has ended, or there is none."""
         if memory_range not in self._rows:
             return
         row, now = self._rows[memory_range], self._clock()

@@ -61,8 +61,6 @@ def frames_of(data: bytes) -> list[Frame]:
 
 @dataclass
 class Request:
-    """What the engine has told of a stream."""
-
     stream: Stream
     fields: Fields
     data: bytes = b""

@@ -248,8 +248,16 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
-        (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "infer: http://127.0.0.1:1: no answer: Con"),
-        (["m", "--input=X=1", "--url=unix:/nowhere"], 1, "unix:/nowhere: no answer: No such file"),
+        (
+            ["m", "--input=X=1", "--url=127.0.0.1:1"],
+            1,
+            "infer: http://127.0.0.1:1: no response: Con",
+        ),
+        (
+            ["m", "--input=X=1", "--url=unix:/nowhere"],
+            1,
+            "unix:/nowhere: no response: No such file",
+        ),
         (["m", "--input=X=1", "--header=x"], 2, "--header: expected NAME:VALUE, got 'x'"),
         (["m", "--input=X=1", "--client-key=x"], 2, "must be given together"),
         (["m", "--input=X=1", "--token-file=/dev/null"], 2, "'/dev/null' has no token"),

@@ -14,7 +14,7 @@ FOUND = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
 
 def test_a_step_is_shared_out_among_its_phases() -> None:
     first, _, *rows = profile.table("m", FOUND).splitlines()
-    assert "100 steps in 2.0 s, 4.0 sequences a step, 200.0 tokens/s" in first
+    assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in first
     shown = {row.split()[0]: row.split()[1:3] for row in rows}
     # What goes on beside the steps is no part of them.
     assert shown["forward"] == ["16.000", "80.0%"]
@@ -25,7 +25,7 @@ def test_no_step_is_no_mistake() -> None:
     nothing = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
     shown = profile.table("m", nothing)
     assert "m: 0 steps in 1.0 s: the model generated nothing" in shown
-    assert "shmserve perf m --openai chat" in shown and "ms a step" not in shown
+    assert "shmserve perf m --openai chat" in shown and "ms per step" not in shown
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
-        ({"x": "word"}, "is no FP32 tensor"),
+        ({"x": "word"}, "cannot be converted to FP32"),
     ]
     for inputs, text in wrong:
         with pytest.raises(InvalidArgument, match=text):
@@ -422,7 +422,7 @@ def test_accepted_input_types() -> None:
     ids=["sparse", "of a type that numpy lacks"],
 )
 def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
-    with pytest.raises(InvalidArgument, match="input 'x' cannot be taken from torch"):
+    with pytest.raises(InvalidArgument, match="input 'x' cannot be read from torch"):
         from_program(tensor, None, "x")
 
 
@@ -454,7 +454,7 @@ def test_lists_keep_their_numbers() -> None:
     ],
 )
 def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"input 'x' is no {datatype} tensor"):
+    with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
         from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
 

@@ -74,7 +74,7 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("strict-readiness: x", "1: strict-readiness: 'x' is not a boolean (true or false)"),
         ("shm-overlap: 'x'", "1: shm-overlap: 'x' is not one of error, warn, ignore"),
         ("config: x", "1: config: a configuration file cannot include another file"),
-        ("http-port = 1", "1: expected a mapping (FLAG: VALUE), found a text"),
+        ("http-port = 1", "1: expected a mapping (FLAG: VALUE), found a string"),
         ("- id: a", "1: expected a mapping (FLAG: VALUE), found a list"),
         ("id: a\nid b", "2: it is not YAML: could not find expected ':'"),
         ("id: *a", "1: it is not YAML: found undefined alias"),

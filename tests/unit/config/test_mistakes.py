@@ -106,7 +106,7 @@ PBTXT: dict[str, tuple[str, tuple[str, ...]]] = {
 ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
     "misspelt": ("# \nmax_batchsize: 4", ("engine.yaml:2:1: max_batchsize:", "'max_batch_size'?")),
     "unknown": ("cheese: 1", ("engine.yaml:1:1: cheese:", "allowed: ", "block_size")),
-    "text": ("block_size: many", (":1:1: block_size: 'many' is not a whole number",)),
+    "text": ("block_size: many", (":1:1: block_size: 'many' is not an integer",)),
     "range": ("block_size: 0", (":1:1: block_size: 0 is not 1 to 1024",)),
     "choice": ("weights: int4", ("'int4'", "fp32, bf16, int8", "did you mean 'int8'?")),
     "profile": ("profile: low_latncy", (":1:1: profile:", "did you mean 'low_latency'?")),

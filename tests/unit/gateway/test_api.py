@@ -567,12 +567,10 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     ]
     for config, body in cases:
         published = publication({"name": "m", **config}, simple)
-        assert management._example("m", GatewayModel(published))["body"] == body
-    assert management._example("late", None) == {
-        "model": "late",
-        "path": "/v2/models/late",
-        "headers": {},
-    }
+        (example,) = management._examples("m", GatewayModel(published))
+        assert example["body"] == body
+    (late,) = management._examples("late", None)
+    assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 
 def tensor_of(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from shmserve.ipc.engine_settings import PROFILES, EngineSettings
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"max_batchsize": 4}, "max_batchsize: no such setting, did you mean 'max_batch_s"),
-    "kind": ({"block_size": "x"}, "block_size: 'x' is not a whole number"),
-    "truth": ({"block_size": True}, "block_size: True is not a whole number"),
+    "kind": ({"block_size": "x"}, "block_size: 'x' is not an integer"),
+    "truth": ({"block_size": True}, "block_size: True is not an integer"),
     "range": ({"max_batch_size": 0}, "max_batch_size: 0 is not 1 to 1024"),
     "choice": ({"scheduling_policy": "lifo"}, "'lifo' is not one of fcfs, sjf, priority"),
     "profile": ({"profile": "fast"}, "profile: 'fast' is not one of high_throughput"),

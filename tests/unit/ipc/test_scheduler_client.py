@@ -454,3 +454,14 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
     limit = limits.get("limit", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
     assert made == m.Submit(*fields, limit=limit)
+
+
+def test_a_caller_may_handle_a_finished_request_itself() -> None:
+    client = Client()
+    request = Request(client)
+    finished = m.Finished(1, b"schema", [])
+    assert client.take_finished(NEW, finished) is None, "another scheduler's"
+    assert client.take_finished(OLD, m.Finished(2, b"schema", [])) is None, "unknown"
+    assert client.take_finished(OLD, finished) is request and not client
+    assert client.take_finished(OLD, finished) is None, "it has ended"
+    assert (request.heard, request.freed) == ([], 0)

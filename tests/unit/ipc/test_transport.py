@@ -154,6 +154,47 @@ def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(3))
 
 
+def test_an_only_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
+    dealer.send(m.Cancel(1))
+    assert arrived(router) == [(b"me", m.Cancel(1))]
+    polled = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
+    dealer.send(m.Cancel(2))
+    assert (router.receive(), polled.polls) == ([(b"me", m.Cancel(2))], 0)
+    assert (router.receive(), polled.polls) == ([], 1)
+
+
+def test_a_peer_that_connects_is_accepted_while_an_only_peer_floods(
+    router: Router, dealer: Dealer
+) -> None:
+    dealer.send(m.Cancel(0))
+    assert arrived(router) == [(b"me", m.Cancel(0))]
+    other = Dealer(router.endpoint, "other")
+    other.send(m.Cancel(1))
+    received: list[tuple[bytes, Any]] = []
+    for number in range(2, 40):
+        dealer.send(m.Cancel(number))
+        received += router.receive()
+    other.close()
+    assert (b"other", m.Cancel(1)) in received
+    assert [each for peer, each in received if peer == b"me"] == list(map(m.Cancel, range(2, 40)))
+
+
+class _CountingPoll:
+    """A poll that counts its calls."""
+
+    def __init__(self, poll: Any) -> None:
+        self._real = poll
+        self.polls = 0
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        self.polls += 1
+        events: list[tuple[int, int]] = self._real.poll(timeout_s)
+        return events
+
+    def close(self) -> None:
+        self._real.close()
+
+
 def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
     send_raw(dealer, b"", framed(b"garbage") + b"\1\1a\0\1b" + framed(frames.pack([Drain()])))
     assert arrived(router) == [(b"me", Drain())] and router.malformed == 2

@@ -274,7 +274,7 @@ RULES = [
     (
         IO + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
         "batch_input[0].target_name[0]",
-        "batch input 'I' is made by the server and cannot be an input of clients for m",
+        "batch input 'I' is created by the server and cannot be an input of clients for m",
     ),
     (
         IO + 'batch_output { target_name: "O" @source_input: "X" }',

@@ -43,7 +43,9 @@ def test_every_datatype_is_made_by_shape(datatype: str) -> None:
 def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
     ((made,),) = data.items(BATCHED, Given(batch=4))
     assert made.shape == [4, 2]
-    with pytest.raises(InvalidArgument, match="--batch: 4 rows, but the model takes no batches"):
+    with pytest.raises(
+        InvalidArgument, match=("--batch: 4 rows, but the model does not support batches")
+    ):
         data.items(PLAIN, Given(batch=4))
 
 

@@ -25,7 +25,6 @@ def entries(folder: Path) -> set[str]:
 
 
 def somewhere() -> set[str]:
-    """Those of all rooms."""
     rooms = (ROOT, ROOT / "ipc", ROOT / "workers")
     return {name for room in rooms for path in room.resolve().rglob("") for name in entries(path)}
 

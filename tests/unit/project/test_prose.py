@@ -243,6 +243,32 @@ def test_messages_are_neither_headless_nor_personified() -> None:
     assert not suspect, "\n".join(suspect)
 
 
+# Values in the log lines that the pages quote, and the names of processes.
+VALUES = re.compile(
+    r"\.\.\.|'[^']*'|\b(?:NAME|PID|ID|N)\b|\d+(?:\.\d+)?|signal"
+    r"|^(?:worker|scheduler|gateway).* (?=ended)"
+)
+
+
+def test_the_log_lines_that_the_page_of_faults_quotes_exist() -> None:
+    nodes = [n for path in files(("shmserve", "workers"), ".py") for n in ast.walk(tree(path))]
+    written = "\0".join(
+        re.sub(r"%[.0-9]*[a-z]", "", node.value)
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    rows = (ROOT / "shmserve/guide/faults.md").read_text().splitlines()
+    quoted = [
+        part.strip(" ;:()")
+        for row in rows
+        if row.startswith("| ")
+        for line in re.findall("`([^`-][^`]+)`", row.split(" | ")[-1])
+        for part in VALUES.split(line)
+    ]
+    assert len(quoted) > 30
+    assert [part for part in quoted if len(part) > 3 and part not in written] == []
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1:]
     for each in [*texts(chosen or CODE), *(() if chosen else pages())]:

@@ -56,7 +56,7 @@ def test_a_change_that_lasts_is_believed() -> None:
             size = sizes.randint(1, 16)
             time.observe(size, (10 + size) * MS * factor)
         assert time.setup_ns == pytest.approx(10 * MS * factor, rel=0.15)
-        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.2)
+        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.1)
 
 
 def test_one_size_tells_nothing_of_the_slope() -> None:
@@ -67,11 +67,11 @@ def test_one_size_tells_nothing_of_the_slope() -> None:
     assert time.expected_ns(64) == pytest.approx(10 * MS)
     for size in (1, 8) * 150:
         time.observe(size, (2 + size) * MS)
-    assert time.setup_ns == pytest.approx(2 * MS, rel=0.2)
+    assert time.setup_ns == pytest.approx(2 * MS, rel=0.05)
     for _ in range(1000):
         time.observe(8, 10 * MS)
-    assert time.setup_ns == pytest.approx(2 * MS, rel=0.2)
-    assert time.expected_ns(63) == pytest.approx(65 * MS, rel=0.2)
+    assert time.setup_ns == pytest.approx(2 * MS, rel=0.05)
+    assert time.expected_ns(63) == pytest.approx(65 * MS, rel=0.05)
 
 
 def test_the_first_execution_does_not_count() -> None:

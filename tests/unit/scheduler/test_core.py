@@ -809,7 +809,6 @@ def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
 
 
 def families(rig: Rig) -> Any:
-    """What is reported, as it arrives."""
     return rig.report()["shmserve"]["families"]
 
 

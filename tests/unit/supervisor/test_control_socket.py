@@ -16,23 +16,23 @@ from tests.rigs.arrivals import arrived
 
 async def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
     """The end of a process may be noticed while its words wait to be read."""
-    heard: list[Any] = []
+    received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.enrol(os.getpid(), "worker", heard.append)
+    control.enrol(os.getpid(), "worker", received.append)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
     worker.send(m.WorkerStarted(os.getpid()))
     worker.send(m.LoadFailed("INTERNAL", "no such file"))
     control.dismiss(os.getpid())
     worker.close()
     control.close()
-    assert heard == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
+    assert received == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
 
 
 async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
     tmp_path: Path,
 ) -> None:
     """Everything else goes to whoever started the process."""
-    heard: list[Any] = []
+    received: list[Any] = []
     asked: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
     control.serve((IndexRepository, FindModel), lambda pid, message: asked.append((pid, message)))
@@ -40,8 +40,8 @@ async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
     gateway.send(m.Started())
     gateway.send(IndexRepository(1, False))
     control.receive_all()
-    assert not (heard or asked), "nobody has started it"
-    control.enrol(os.getpid(), "gateway", heard.append)
+    assert not (received or asked), "nobody has started it"
+    control.enrol(os.getpid(), "gateway", received.append)
     known = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
     assert not known.done()
@@ -50,7 +50,7 @@ async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
     await known
     gateway.close()
     control.close()
-    assert heard == [m.Started()]
+    assert received == [m.Started()]
     assert asked == [(os.getpid(), IndexRepository(1, False))]
 
 
@@ -61,24 +61,24 @@ async def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
     worker.send(m.WorkerStarted(os.getpid()))
     control.receive_all()
-    heard = []
+    received = []
     for _ in range(2):
         control.broadcast(SchedulerLost("ipc://a", ""), "caller")
         control.broadcast(m.Stop(), "worker", "caller")
         control.flush()
-        heard.append(arrived(worker))
+        received.append(arrived(worker))
         control.calls(os.getpid())
     worker.close()
     control.close()
-    assert heard == [[stop], [lost, stop]]
+    assert received == [[stop], [lost, stop]]
 
 
 async def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
     """Models run foreign code in workers: that changes no log settings, and registers no region."""
-    heard: list[Any] = []
+    received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.serve((ChangeLogging, FindModel), lambda pid, message: heard.append(message))
-    control.enrol(os.getpid(), "worker", heard.append)
+    control.serve((ChangeLogging, FindModel), lambda pid, message: received.append(message))
+    control.enrol(os.getpid(), "worker", received.append)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
     for message in (
         ChangeLogging(1, {"log_verbose_level": 7}),
@@ -90,7 +90,7 @@ async def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> N
     control.receive_all()
     worker.close()
     control.close()
-    assert heard == [FindModel(1, "m", "")]
+    assert received == [FindModel(1, "m", "")]
 
 
 async def test_all_must_acknowledge_that_are_there() -> None:

@@ -293,7 +293,7 @@ def test_the_page_has_every_event_and_field() -> None:
         ),
         (m.RegionRegistered("r", "", 0, 64, 0, 1), "region r: 64 bytes, on device 1, of uid 0"),
         (m.RegionUnregistered("r", ""), "region r: unregistered"),
-        (m.RegionBlamed("r", "cut"), "region r: a request was wrong (cut)"),
+        (m.RegionBlamed("r", "cut"), "region r: a request failed (cut)"),
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
 )

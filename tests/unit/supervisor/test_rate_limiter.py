@@ -212,59 +212,59 @@ def test_instances_come_and_go_while_their_model_serves() -> None:
 
 
 def test_the_death_of_who_holds_gives_back() -> None:
-    told: list[tuple[Any, Any]] = []
-    tickets = Tickets(True, {}, lambda pid, message: told.append((pid, message)))
+    notified: list[tuple[Any, Any]] = []
+    tickets = Tickets(True, {}, lambda pid, message: notified.append((pid, message)))
     for member, pid in ((1, 100), (2, 200)):
         tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(pid, member)
     tickets.handle(100, AskTicket(7, 0))
     tickets.handle(200, AskTicket(8, 0))
-    assert told == [(100, TicketGranted(7))]
+    assert notified == [(100, TicketGranted(7))]
     tickets.exited(100)
-    assert told == [(100, TicketGranted(7)), (200, TicketGranted(8))]
+    assert notified == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
     tickets.handle(101, AskTicket(1, 0))
     tickets.handle(100, TicketReturned(8, True))  # a frame of who is dead
     tickets.remove(2)
-    assert told[2:] == [(101, TicketGranted(1))]
+    assert notified[2:] == [(101, TicketGranted(1))]
 
 
 def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
-    told: list[Any] = []
-    tickets = Tickets(True, {("R", None): 2}, lambda pid, message: told.append((pid, message)))
+    notified: list[Any] = []
+    tickets = Tickets(True, {("R", None): 2}, lambda pid, message: notified.append((pid, message)))
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
         tickets.join(member, {i: Needs({R: each}, 1) for i, each in enumerate(needs)})
         tickets.bind(100 * member, member)
     tickets.handle(100, AskTicket(1, 0, 11))
-    told.clear()
+    notified.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         tickets.handle(scheduler, CheckHolders(7, [10]))  # it does not hold them
-    assert told == [(300, ResourcesHeld(300))]
+    assert notified == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
-    told.clear()
+    notified.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))
     tickets.handle(400, CheckHolders(6, [11, 12]))
-    assert told == [(400, ResourcesHeld(5))]
+    assert notified == [(400, ResourcesHeld(5))]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))
 def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool, int]]) -> None:
     shares = CacheShares(1000)
-    told: dict[int, int] = {}
+    notified: dict[int, int] = {}
 
     def hears(member: int) -> Callable[[ResizeCache], None]:
-        def hear(message: ResizeCache) -> None:
-            told[member] = message.byte_size
+        def on_granted(message: ResizeCache) -> None:
+            notified[member] = message.byte_size
 
-        return hear
+        return on_granted
 
     for joins, member in steps:
         if joins:
-            told[member] = shares.join(member, hears(member))
+            notified[member] = shares.join(member, hears(member))
         else:
             shares.remove(member)
-            told.pop(member, None)
-        assert sum(told.values()) <= 1000
-        assert len(set(told.values())) <= 1
+            notified.pop(member, None)
+        assert sum(notified.values()) <= 1000
+        assert len(set(notified.values())) <= 1

@@ -214,7 +214,8 @@ def test_sockets_are_taken_by_their_names() -> None:
         assert ask([http], "http", pid="1") == ["{}", "[]"]
         (wrong, left) = ask([http, grpc], "http:other")
         assert wrong == (
-            "LISTEN_FDNAMES: a socket named 'other' (allowed for FileDescriptorName=: http, grpc, "
+            "LISTEN_FDNAMES: unknown socket name 'other' (allowed for FileDescriptorName=: http, "
+            "grpc, "
             "metrics, local)"
         )
         assert left == "[]"

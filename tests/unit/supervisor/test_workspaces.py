@@ -31,14 +31,11 @@ DEVICE = "cuda:1"
 
 
 def memory_of(number: int) -> Memory:
-    """What the holder with this number as its pid has."""
     handle = CudaHandle(number.to_bytes(64, "big"), 1, bytes(16))
     return Memory.on_device(number, 2 * MB, handle, number)
 
 
-class Told:
-    """What processes were told."""
-
+class SentMessages:
     def __init__(self) -> None:
         self.messages: list[tuple[int, Any]] = []
 
@@ -62,35 +59,35 @@ def ask(number: int, byte_size: int) -> LeaseWorkspace:
 
 
 def test_who_asks_waits_for_the_holder() -> None:
-    told = Told()
-    workspaces = Workspaces({DEVICE: 2 * MB}, told)
+    sent = SentMessages()
+    workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.handle(10, ask(1, MB))
-    assert told.granted() == []
+    assert sent.granted() == []
     workspaces.allocated(DEVICE, memory_of(77))
     workspaces.handle(11, ask(1, MB))
     workspaces.handle(12, ask(1, MB))
-    assert told.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
+    assert sent.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
-    assert told.granted() == [(12, 1, 77, 0)]
+    assert sent.granted() == [(12, 1, 77, 0)]
     workspaces.close()  # of which no descriptor is ours
 
 
 def test_leases_of_memory_that_is_gone_come_back_to_nobody() -> None:
-    told = Told()
-    workspaces = Workspaces({DEVICE: 2 * MB}, told)
+    sent = SentMessages()
+    workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.allocated(DEVICE, memory_of(77))
     workspaces.handle(10, ask(1, 2 * MB))
     workspaces.handle(11, ask(1, 2 * MB))
-    assert told.granted() == [(10, 1, 77, 0)]
+    assert sent.granted() == [(10, 1, 77, 0)]
     workspaces.holder_exited(DEVICE)
     workspaces.handle(12, ask(5, MB))
-    assert told.granted() == []
+    assert sent.granted() == []
     workspaces.allocated(DEVICE, memory_of(78))
-    assert told.granted() == [(11, 1, 78, 0)]
+    assert sent.granted() == [(11, 1, 78, 0)]
     workspaces.handle(11, ReturnWorkspace(DEVICE, 77, 0))  # not of this memory
-    assert told.granted() == []
+    assert sent.granted() == []
     workspaces.process_exited(11)
-    assert told.granted() == [(12, 5, 78, 0)]
+    assert sent.granted() == [(12, 5, 78, 0)]
 
 
 def live(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
@@ -112,18 +109,18 @@ def test_a_holder_that_dies_is_started_again() -> None:
         processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
     async def test(processes: Processes, holders: WorkspaceHolders) -> None:
-        told = Told()
-        processes.context.workspaces._send = told
+        sent = SentMessages()
+        processes.context.workspaces._send = sent
         processes.at_start = lambda child: allocates(processes, child)
         await holders.start()
         assert [child.title for child in processes.started] == ["workspace cuda:1"]
         processes.started[0].kill()
         await turns(1)
         processes.context.workspaces.handle(10, ask(1, MB))
-        assert told.messages == []
+        assert sent.messages == []
         await turns()
         first, second = processes.started
-        ((_, message),) = told.messages
+        ((_, message),) = sent.messages
         memory_range = unpack_range(list(message.payload["place"]))
         assert memory_range.memory.pid == second.pid != first.pid
         assert memory_range.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))

@@ -615,7 +615,10 @@ def test_a_client_that_never_reads_is_given_up(
     model.begin(0)
     assert model.replies == []
     *_, told, end = model.responses(1)
-    assert (told, end) == ("the client has read no response for 0.2 s: no more are sent", "end")
+    assert (told, end) == (
+        "the client has read no response for 0.2 s; no more responses are sent",
+        "end",
+    )
     assert model.backend._model.sender.is_cancelled()
 
 

@@ -466,7 +466,11 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
 @pytest.mark.parametrize(
     ("inputs", "outputs", "shown"),
     [
-        (["a", "b"], ["y"], "takes the argument(s) 'c', but its configuration has no input for it"),
+        (
+            ["a", "b"],
+            ["y"],
+            "takes the argument(s) 'c', but its configuration has no input of this name",
+        ),
         (["a", "b", "c", "d"], ["y"], "has 4 inputs, but its forward takes 3: 'a', 'b', 'c'"),
         (["X__0", "Y__0", "Z__1"], ["y"], "inputs 'X__0' and 'Y__0' of model 'm' have the same"),
         (["X__0", "X__1", "X__3"], ["y"], "input 'X__3' of model 'm' has the index 3, but the"),
@@ -603,7 +607,7 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
             "unexpected shape for inference output 'y' for model 'm'. Expected [2,1], got [1,1].",
             "inference output 'y' is a str, not a tensor",
             "inference output 'y' has the datatype torch.complex64",
-            "model 'm' returned 0 output(s), which leaves none for 'y'",
+            "model 'm' returned 0 output(s), but not 'y'",
         )
     ):
         (reply,) = worker.batch(inference(tensor("x", np.full((2, 1), case, F32))))

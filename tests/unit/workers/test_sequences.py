@@ -126,8 +126,6 @@ def spec(**fields: Any) -> dict[str, Any]:
 
 
 class Model:
-    """Its states, and requests of it."""
-
     def __init__(
         self,
         *specs: dict[str, Any],

@@ -111,6 +111,7 @@ class ChatTemplate:
                 any(test.name in _TESTS for test in parsed.find_all(nodes.Test)),
                 any(each.value == "developer" for each in parsed.find_all(nodes.Const)),
                 "content" in source,
+                any(map(_checks_content, parsed.find_all((nodes.Test, nodes.Compare)))),
                 frozenset(meta.find_undeclared_variables(parsed)),
             )
         return self._compiled[name]
@@ -124,6 +125,7 @@ class _Compiled(NamedTuple):
         distinguishes: Whether it distinguishes a content of parts from a text.
         developer: Whether it has the role `developer`; otherwise that role becomes `system`.
         names_content: Whether it names the content of a message.
+        checks: Whether it checks that a message has a content.
         variables: The names of its variables.
     """
 
@@ -132,6 +134,7 @@ class _Compiled(NamedTuple):
     distinguishes: bool
     developer: bool
     names_content: bool
+    checks: bool
     variables: frozenset[str]
 
 
@@ -146,6 +149,13 @@ def _names_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
     return "content" in (getattr(node, "attr", ""), getattr(node, "name", ""))
+
+
+def _checks_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Test):
+        return node.name in ("defined", "undefined") and _names_content(node.node)
+    compared = getattr(node, "expr", None)
+    return isinstance(compared, nodes.Const) and compared.value == "content"
 
 
 def conversation(text: str) -> dict[str, Any]:
@@ -174,9 +184,9 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     """Return a message for a template.
 
     It has no nulls and no empty list of calls, its reasoning by all names, and the arguments of
-    calls as objects. Without content and calls, its content is "", as in vLLM. The text parts of
-    its content are joined, unless the template iterates over them and it is no result of a tool. A
-    text is a part if the template only takes parts.
+    calls as objects. A missing content is empty, as in vLLM, except beside calls in a template that
+    checks for it. The text parts of its content are joined, unless the template iterates over them
+    and it is no result of a tool. A text is a part if the template only takes parts.
     """
     message = {name: value for name, value in given.items() if value is not None}
     if message["role"] == "developer" and not template.developer:
@@ -187,11 +197,12 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]
-    elif "content" not in message:
-        message["content"] = ""
+    only_parts = template.iterates and not template.distinguishes
+    if not (calls and template.checks):
+        message.setdefault("content", [] if only_parts else "")
     content = message.get("content")
     if not isinstance(content, list):
-        if isinstance(content, str) and template.iterates and not template.distinguishes:
+        if isinstance(content, str) and only_parts:
             message["content"] = [{"type": "text", "text": content}]
         return message
     for part in content:

@@ -184,7 +184,7 @@ def parse(
             message = "the unknown parameter '%s' of a generation is ignored"
             warn_once(logger, message, clip(name))
         elif value not in _REFUSED[name]:
-            problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
+            problems.append(f"{name}: {clip(repr(value))} is not supported")
         if values.get("grammar", _FREE) != _FREE:
             grammars[name] = values.pop("grammar")
     if len(grammars) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,11 +32,14 @@ _UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
-_CHARACTERS_A_TOKEN = 16
+# The beginnings of a long text that are tokenized first, in characters for each token allowed.
+_BEGINNINGS = (1, 3, 6)
+_ENDING = 12  # number of characters for each of a text's last tokens
+_BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 _MOST_CUT = 64  # number of tokens that may differ where a text is cut
-_BYTES_A_CHARACTER = 4
+_BYTES_A_CHARACTER, _BYTES_A_TOKEN = 4, 64
 _NICE = 10
-_LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`
+_LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
 
 
 def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
@@ -86,7 +90,8 @@ class PromptReader:
     """A reader of requests for one model; safe to use in any thread.
 
     Attributes:
-        most_bytes: The size of a prompt in bytes above which no prompt fits the model.
+        most_bytes: The size of a prompt in bytes above which no prompt fits the model, except for
+            prompts of the widest tokens only.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
@@ -107,7 +112,8 @@ class PromptReader:
         self._formats = MessageFormats(*names, self._tokenizer)
         widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
-        self.most_bytes = max(_BYTES_A_CHARACTER * widest * self._longest, _LEAST_LIMIT)
+        widest_bytes = min(_BYTES_A_CHARACTER * widest, _BYTES_A_TOKEN)
+        self.most_bytes = max(widest_bytes * self._longest, _LEAST_LIMIT)
 
     def _start_threads(self) -> None:
         """Start the tokenizer's threads, which inherit the low priority of this thread."""
@@ -200,11 +206,14 @@ class PromptReader:
                 take(chat)
                 chat.pop("include_reasoning", None)
                 text = self._chat.render(chat)
+            self._check_beginnings("prompt", text, max(self._longest, _LEAST_LIMIT))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             found["token_ids"] = "INT32", encoding.ids
             if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
-                found["text_output"] = "BYTES", [orjson.dumps(pieces)]
+                parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
+                encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
+                found["text_output"] = "BYTES", [b"[%b]" % encoded]
         else:
             raise InvalidArgument(
                 f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
@@ -250,13 +259,11 @@ class PromptReader:
         chat = name == "messages"
         text = given[name]
         special = parameters.add_special_tokens
-        beginning = text[: _CHARACTERS_A_TOKEN * self._longest]
-        if len(beginning) < len(text) and not parameters.truncate_prompt_tokens:
-            # The rest of a text whose beginning is too long need not be tokenized.
-            count = len(self._encoded(beginning, special, scores))
-            if count > self._longest + _MOST_CUT:
-                self._count(name, count, parameters)
-        encoding = self._encoded(text, special, scores)
+        if not parameters.truncate_prompt_tokens:
+            self._check_beginnings(name, text, self._longest)
+            encoding = self._encoded(text, special, scores)
+        else:
+            encoding = self._encoded_ending(text, special, scores, parameters)
         count = self._count(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         if is_cut:
@@ -269,6 +276,35 @@ class PromptReader:
             return self._decoded(tokens, parameters, scores)
         starts = (begin for begin, _ in encoding.offsets) if scores else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+
+    def _check_beginnings(self, name: str, text: str, most: int) -> None:
+        """Raise InvalidArgument if the beginning of a text has more than `most` tokens.
+
+        The tokens of the whole text would be read, and released, with the GIL held.
+        """
+        if len(text) <= _BEGINNINGS[-1] * most:
+            return
+        for characters in _BEGINNINGS:
+            count = len(self._encoded(text[: characters * most], False, False))
+            if count > most + _MOST_CUT:
+                raise InvalidArgument(f"{name}: {_too_long(count, most)}")
+
+    def _encoded_ending(
+        self, text: str, special: bool, scores: bool, parameters: GenerationParameters
+    ) -> Encoding:
+        """Return the tokens of a text, or of an ending that has all tokens that are not truncated.
+
+        The ending begins between two words, where tokenizers divide a text.
+        """
+        most = parameters.truncate_prompt_tokens
+        most = self._longest if most < 0 else min(most, self._longest)
+        begin = len(text) - _ENDING * most - LONG
+        between = _BETWEEN_WORDS.search(text, begin, begin + LONG) if begin > LONG else None
+        if between is not None:
+            ending = self._encoded(text[between.start() :], special, scores)
+            if len(ending) > most + _MOST_CUT:
+                return ending
+        return self._encoded(text, special, scores)
 
     def _encoded(self, text: str, special: bool, scores: bool) -> Encoding:
         """Return the tokens of a text, with offsets if `scores`; the GIL is released if it is long.
@@ -299,10 +335,7 @@ class PromptReader:
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
         if count + min(parameters.max_tokens, 1) > self._longest:
-            raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the "
-                f"limit of {self._longest}"
-            )
+            raise InvalidArgument(f"{name}: {_too_long(count, self._longest)}")
         return count
 
     def _check(self, name: str, tokens: list[int]) -> None:
@@ -317,6 +350,12 @@ class PromptReader:
             f"{name}: the token {token} has the id {wrong}, but the model's largest token is "
             f"{most} (config.json: vocab_size)"
         )
+
+
+def _too_long(count: int, longest: int) -> str:
+    return (
+        f"{PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the limit of {longest}"
+    )
 
 
 def merged_parameters(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -208,7 +208,9 @@ class Texts:
                 return
             answer = self._answers[key]
             self._forget(answer)
-            why = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
+            why = (
+                f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
+            )
             answer.stream.fail(Unavailable(why))
 
     def _cancel(self, key: int) -> None:

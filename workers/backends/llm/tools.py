@@ -55,7 +55,7 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
     if choice == "none" or not tools:
         conversation.pop("tools", None)
         if choice not in (None, "none", "auto"):
-            raise InvalidArgument(f"tool_choice: {clip(repr(choice))} needs tools")
+            raise InvalidArgument(f"tool_choice: {clip(repr(choice))} requires tools")
         return None
     mode, names = _choice(choice)
     unknown = sorted(names.difference(tool.name for tool in tools))

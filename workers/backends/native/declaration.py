@@ -288,7 +288,7 @@ _KNOWN = (
 _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
     STRATEGY: ((str,), "a string"),
     TARGET: ((int, float), "a number of milliseconds"),
-    **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "a whole number")),
+    **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "an integer")),
     PADDING: ((dict,), "a mapping with JSON values"),
     ENVIRONMENT: ((str,), "a string"),
 }

@@ -387,7 +387,7 @@ class InferenceRequest:
         given = listed(inputs, "inputs")
         for what, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
             if not isinstance(what, kind):
-                raise TypeError(f"{what!r} is not a {kind.__name__}")
+                raise TypeError(f"{what!r} must be of type {kind.__name__}")
         of = f"for request with id '{request_id}' and model name '{model_name}'"
         for tensor in given:
             if tensor is None:

@@ -93,7 +93,7 @@ class ArgumentBinding:
             if missing:
                 raise InvalidArgument(
                     f"model '{model}' takes the argument(s) {_list(missing)}, but its "
-                    f"configuration has no input for it; the inputs are {_list(inputs)}"
+                    f"configuration has no input of this name; the inputs are {_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
         self.strings = frozenset(
@@ -175,8 +175,7 @@ class ResultBinding:
         ]
         if lost:
             raise Internal(
-                f"model '{self._model}' returned {len(values)} output(s), which leaves none for "
-                f"{_list(lost)}"
+                f"model '{self._model}' returned {len(values)} output(s), but not {_list(lost)}"
             )
         return {name: values[at] for name, at in zip(self._outputs, self._positions, strict=True)}
 
@@ -211,8 +210,8 @@ def _positions(
         return indices
     if len(names) > 1:
         logger.warning(
-            "model '%s': %ss %s are neither the names the model has for them nor end in __INDEX, "
-            "so the order in the configuration is taken",
+            "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
+            "mapped by their order in the configuration",
             model,
             what,
             _list(names),
@@ -399,7 +398,7 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
             return kind
     if len(own) > 1:
         logger.warning(
-            "'%s' defines %s: %s is served; call the one to serve 'Model'",
+            "'%s' defines %s: %s is served. To select a class, name it 'Model'",
             path.name,
             ", ".join(kind.__name__ for kind in own),
             own[0].__name__,

@@ -103,7 +103,7 @@ class CallHead:
         self.path = found[b":path"].decode("latin-1")
         kind = found.get(b"content-type", b"")
         if found[b":method"] != b"POST":
-            self._refuse(405, StatusCode.UNIMPLEMENTED, "a call is a POST")
+            self._refuse(405, StatusCode.UNIMPLEMENTED, "the method must be POST")
         elif not kind.startswith(b"application/grpc") or kind.startswith(b"application/grpc-web"):
             self._refuse(415, StatusCode.UNKNOWN, "the content-type is not application/grpc")
         self.timeout_s = self._timeout(found.get(b"grpc-timeout"))

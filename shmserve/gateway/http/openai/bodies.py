@@ -71,8 +71,8 @@ def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
     only = only_generative_model(gateway, unloaded)
     if not only:
         raise NotFound(
-            f"'{name}' is the name of the only model that generates text, but there is not "
-            f"exactly one; set --served-model-name=MODEL={name}"
+            f"'{name}' requires exactly one model that generates text, but there are none or "
+            f"several; set --served-model-name=MODEL={name}"
         )
     return only
 
@@ -253,8 +253,8 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
         return default
     value = body[name]
     if type(value) is not kind:
-        nouns = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
-        allowed = nouns.get(kind, "a whole number")
+        nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+        allowed = nouns.get(kind, "an integer")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
     return value
 
@@ -375,7 +375,7 @@ def _prompt(value: Any) -> InferInput:
 
 
 def _kind(value: Any) -> str:
-    kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 

@@ -53,7 +53,10 @@ CONVERSATION = _names(
 # --- ignored fields
 
 _PLAIN = frozenset(WITHOUT_EFFECT) | _names(
-    "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction"
+    "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction session_id "
+    "guided_backend stream_interval "
+    # These fields have an effect on other requests of vLLM only.
+    "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
 
 # --- fields that are refused, unless the value has no effect
@@ -69,14 +72,17 @@ _REFUSED: Mapping[str, Allowed] = {
     "functions": Allowed(([],), "use tools instead"),
     "function_call": Allowed(("none",), "use tool_choice instead"),
     "detokenize": Allowed((True,), "only true is supported"),
+    "truncation_side": Allowed(("left",), "only 'left' is supported"),
     "return_tokens_as_token_ids": _FALSE,
+    **dict.fromkeys(_names("watermarking return_prompt_text enable_response_messages"), _FALSE),
     "echo": _FALSE,  # a chat has no echo
     "chat_template": Allowed((), "only the model's own template is supported"),
     **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
     **dict.fromkeys(
         _names(
             "logits_processors mm_processor_kwargs media_io_kwargs kv_transfer_params vllm_xargs "
-            "repetition_detection thinking_token_budget lora_request"
+            "repetition_detection thinking_token_budget lora_request logprob_token_ids "
+            "ec_transfer_params previous_input_messages"
         ),
         _EMPTY,
     ),
@@ -92,7 +98,9 @@ _RESPONSE = _names(
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
     # responses.py checks the only permitted values of this line.
     "background conversation previous_response_id prompt "
-    "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs"
+    "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
+    "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
+    "structured_outputs repetition_penalty stop_token_ids"
 )
 RESPONSE = _EVERY | _RESPONSE
 EMBEDDING = _EVERY | {"input", "encoding_format"}

@@ -54,7 +54,6 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", values)])
 
     def obey(self, command):
-        """What one request does to all."""
         if command == "raise":
             raise ValueError("raised as you wished")
         if command == "speechless":

@@ -82,7 +82,6 @@ def arena_of(size: int) -> Iterator[Arena]:
 
 @pytest.fixture
 def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
-    """What makes the clock of the running loop and of its bodies."""
 
     def make() -> Clock:
         clock = Clock()

@@ -86,7 +86,6 @@ class Answering(App):
 
 
 def said(request: HttpRequest, body: bytes) -> HttpResponse:
-    """What was asked, as it was understood."""
     long = request.headers.get("X-Long", "")
     return json_response([request.method, request.target, len(long), body.decode("latin-1")])
 

@@ -28,7 +28,6 @@ class PeerConnections:
         self._socks: list[socket.socket] = []
 
     def open(self, count: int, sent: bytes = b"") -> None:
-        """So many more."""
         for _ in range(count):
             self._socks.append(self._connect())
             with contextlib.suppress(ConnectionError):

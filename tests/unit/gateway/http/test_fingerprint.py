@@ -27,7 +27,6 @@ LIMIT = 1 << 20
 
 
 def header(memory_range: str) -> bytes:
-    """One with this place among its parameters."""
     tensor = '{"name":"X","datatype":"INT8","shape":[1],"parameters":{"binary_data_size":1}}'
     return f'{{"inputs":[{tensor}],"parameters":{{{memory_range},"own":1}}}}'.encode()
 

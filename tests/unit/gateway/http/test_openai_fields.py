@@ -21,6 +21,31 @@ def refusal(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = F
     return raised.value.message
 
 
+# The fields of requests of vLLM 0.32 to any of the three doors.
+VLLM = (
+    "model prompt echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed "
+    "stop stream stream_options suffix temperature top_p user use_beam_search top_k min_p "
+    "repetition_penalty watermarking length_penalty stop_token_ids include_stop_str_in_output "
+    "ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncation_side "
+    "truncate_prompt_tokens allowed_token_ids prompt_logprobs logprob_token_ids bad_words "
+    "prompt_embeds add_special_tokens response_format structured_outputs priority request_id "
+    "session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start "
+    "return_token_offsets mm_payload return_mm_kwargs cache_salt kv_transfer_params "
+    "ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval "
+    "messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort "
+    "include_reasoning parallel_tool_calls add_generation_prompt continue_final_message documents "
+    "chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text "
+    "background include input instructions max_output_tokens max_tool_calls metadata "
+    "previous_response_id reasoning service_tier store text truncation prompt_cache_key "
+    "enable_response_messages previous_input_messages"
+)
+
+
+def test_each_field_of_vllm_is_known() -> None:
+    known = COMPLETION | CHAT | fields.RESPONSE | fields._REFUSED.keys() | fields._PLAIN
+    assert not set(VLLM.split()) - known
+
+
 def test_null_is_absent_for_every_field() -> None:
     names = COMPLETION | CHAT | fields._REFUSED.keys() | fields._PLAIN | {"nobody_knows"}
     assert kept(dict.fromkeys(names), refuse=True) == {}

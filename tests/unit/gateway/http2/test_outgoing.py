@@ -81,7 +81,6 @@ class Client:
                 assert stream in self.over
 
     def do(self, what: str, stream: int, size: int) -> None:
-        """One thing that the server or its client does."""
         target = self.engine.stream(stream)
         server = stream not in self.trailers | self.given_up
         if what == "data" and server:

@@ -25,7 +25,6 @@ def broken(section: str, title: str, *blocks: bytes) -> Case:
 
 
 def fine(section: str, title: str, *blocks: bytes) -> Case:
-    """All of these are requests."""
     sent = b"".join(headers(block, 2 * at + 1) for at, block in enumerate(blocks))
     return Case(section, title, sent, served=tuple((2 * at + 1, b"") for at in range(len(blocks))))
 

@@ -143,6 +143,22 @@ def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -
     assert len(flow.responses) == 3
 
 
+def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> None:
+    """The order in which a response names its outputs is that of the steps that read them."""
+    steps = (
+        StepNode(0, "fork", "", {"X": "IN"}, {"L": "l", "R": "r"}),
+        StepNode(1, "both", "", {"X": "IN", "L": "l"}, {"Y": "a"}),
+        StepNode(2, "one", "", {"R": "r"}, {"Y": "b"}),
+    )
+    for names, order in ((("L", "R"), [1, 2]), (("R", "L"), [2, 1])):
+        flow = Flow(plan(Graph("e", steps, ("IN",), ("a", "b"))))
+        flow.begin([("IN", value("IN"))])
+        (fork,) = flow.firings
+        flow.firings.clear()
+        respond(flow, fork, {name: value(name) for name in names})
+        assert [firing.step.index for firing in flow.firings] == order
+
+
 def test_a_skipped_stream_is_one_response_without_it() -> None:
     graph = Graph(
         "e",

@@ -35,7 +35,6 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
             client: SchedulerClient[Any] = SchedulerClient(steps)
             before = Neighbour(links, "s1")
             client.release("s1", [READ])
-            links.deliver()
             assert before.received == [READ]
             links.remove("s1")
             client.successors.add("s1", there)
@@ -46,3 +45,14 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
             while not received and router.wait(5.0):  # who it is comes before what it says
                 received += [message for _, message in router.receive()]
             assert received == [READ]
+
+
+def test_a_client_is_served_at_once_and_answered_later() -> None:
+    """No handler of a scheduler is called within another one."""
+    links = InProcessLinks()
+    step, client = Neighbour(links, "s1"), Neighbour(links, "1.1")
+    assert links.call("s1", "1.1", READ) and step.received == [READ]
+    assert links.post("1.1", "s1", READ) and not client.received
+    links.deliver()
+    assert client.received == [READ] and not links.posted
+    assert not links.call("s2", "1.1", READ) and not links.post("s2", "1.1", READ)

@@ -45,7 +45,6 @@ class Llm:
         self.open: dict[int, int] = {}
 
     def receive(self) -> list[Any]:
-        """What it was sent by now."""
         posted = self.rig.workers.take()
         self.rig.workers.posted = [each for each in posted if each[0] != self.peer]
         self.inbox += [message for peer, message in posted if peer == self.peer]
@@ -164,7 +163,7 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
     llm.turn()
     (refusal,) = rig.answers()
     assert (refusal.id, refusal.code, refusal.early) == (too_long, "INVALID_ARG", True)
-    assert "the prompt has 8 tokens and up to 20 follow" in refusal.message
+    assert "the prompt has 8 tokens, and up to 20 follow" in refusal.message
     llm.most = 4
     (fits,) = submit(rig)
     while llm.turn():

@@ -23,7 +23,6 @@ STRATEGIES = ["direct", "oldest"]
 
 @pytest.fixture(params=STRATEGIES)
 def rig(request: pytest.FixtureRequest) -> SequenceRig:
-    """One instance with two slots."""
     return SequenceRig(request.param)
 
 
@@ -401,7 +400,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     refusals = [each for each in rig.answers() if isinstance(each, m.Failed)]
     assert len(refusals) == 1 and refusals[0].retry_after_s
     assert refusals[0].message == (
-        "16384 sequences of this client wait for a slot of model 'm', which is the limit"
+        "16384 sequences of this client wait for a slot of model 'm', and no more are allowed"
     )
     mine, new = rig.request(1), rig.request(1_000_000, START)
     told = rig.outcomes()

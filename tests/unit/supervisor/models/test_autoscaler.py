@@ -53,7 +53,7 @@ class Rig:
         spec = replace(plan(), config=config)
         registry = ModelRegistry()
         self.wanted = 1
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         self.events: list[Any] = []
         self.processes = processes
         self.model = registry.model("m")
@@ -61,7 +61,7 @@ class Rig:
         self.model.serving["1"] = self.version
         self.autoscaler = Autoscaler(processes.context, registry)
         monkeypatch.setattr(processes.context.events, "publish", self.events.append)
-        monkeypatch.setattr(self.version.scheduler, "send", self.told.append)
+        monkeypatch.setattr(self.version.scheduler, "send", self.sent.append)
         monkeypatch.setattr(ScalingPolicy, "sample", lambda policy, load, count: self._want(count))
 
     def _want(self, count: int) -> Change | None:
@@ -71,7 +71,7 @@ class Rig:
     async def look(self, answers: bool = True) -> int:
         """Look once, and have the scheduler answer; how many instances there are then."""
         self.autoscaler.sample()
-        asked = self.told.count(m.SnapshotStatistics())
+        asked = self.sent.count(m.SnapshotStatistics())
         if answers and asked:
             self.version.scheduler._on_scheduler_message(
                 self.version.scheduler.counts, m.StatisticsSnapshot(STATISTICS, [])
@@ -82,7 +82,7 @@ class Rig:
     def changes(self) -> list[Any]:
         """What the scheduler was told of the number of instances."""
         kinds = (m.RetireInstance, m.CountChange)
-        return [message for message in self.told if isinstance(message, kinds)]
+        return [message for message in self.sent if isinstance(message, kinds)]
 
 
 def played(
@@ -131,10 +131,10 @@ def test_not_while_an_order_is_followed_or_nothing_is_said(monkeypatch: pytest.M
         rig.wanted = 3
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
-        assert rig.told.count(m.SnapshotStatistics()) == 0
+        assert rig.sent.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
         assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
-        assert rig.told.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
+        assert rig.sent.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         rig.model.orders.clear()

@@ -157,7 +157,6 @@ def ensemble(*loaded: str) -> LifecycleRig:
 
 
 def ends(rig: LifecycleRig) -> list[str]:
-    """Who has been told to end, and has not."""
     return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
 
 

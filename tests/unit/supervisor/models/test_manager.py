@@ -212,12 +212,12 @@ class Gateway:
     """Keeps what it is told; knows the numbers up to `known`."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         self.number = self.known = 0
 
     def announce(self, news: News) -> int:
         self.number += 1
-        self.told.append(news)
+        self.sent.append(news)
         return self.number
 
     def is_acknowledged(self, number: int) -> bool:
@@ -225,26 +225,26 @@ class Gateway:
         return number <= self.known
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
-        self.told.append(news)
+        self.sent.append(news)
 
 
 def test_only_what_differs_is_sent() -> None:
     gateway, publications = Gateway(), Publications()
 
-    def told(published: list[ModelPublished], absent: list[str]) -> list[Any]:
-        gateway.told.clear()
+    def sent(published: list[ModelPublished], absent: list[str]) -> list[Any]:
+        gateway.sent.clear()
         publications.update(gateway, "m", {each.version: each for each in published}, absent)
-        return gateway.told[:]
+        return gateway.sent[:]
 
-    assert told([], ["1"]) == [GONE]
-    assert told([], ["1"]) == []
-    assert told([ONE], []) == [ONE]
-    assert told([ONE], []) == []
-    assert told([replace(ONE, ready=False)], []) == [ReadinessChanged("m", "1", False)]
-    assert told([ONE], []) == [ReadinessChanged("m", "1", True)]
+    assert sent([], ["1"]) == [GONE]
+    assert sent([], ["1"]) == []
+    assert sent([ONE], []) == [ONE]
+    assert sent([ONE], []) == []
+    assert sent([replace(ONE, ready=False)], []) == [ReadinessChanged("m", "1", False)]
+    assert sent([ONE], []) == [ReadinessChanged("m", "1", True)]
     old = replace(ONE, latest=False)
-    assert told([TWO, old], []) == [TWO, old]
-    assert told([TWO], []) == [GONE]
+    assert sent([TWO, old], []) == [TWO, old]
+    assert sent([TWO], []) == [GONE]
     assert list(publications.snapshot()) == [GONE, TWO]
 
 
@@ -252,10 +252,10 @@ def test_a_model_on_demand_is_told_of_until_it_is_not() -> None:
     """Whatever its versions do."""
     gateway, publications = Gateway(), Publications()
     asleep = ModelOnDemand("m", 0)
-    told: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]
-    for published in told:
+    sent: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]
+    for published in sent:
         publications.update(gateway, "m", published, [])
-    assert gateway.told == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]
+    assert gateway.sent == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]
 
 
 def test_it_is_known_when_the_last_of_it_is() -> None:

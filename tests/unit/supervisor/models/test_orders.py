@@ -97,7 +97,7 @@ class Server(Processes):
     def __init__(self, **models: list[str]) -> None:
         super().__init__("--model-control-mode=explicit")
         self.deaf = False
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
         self.repository: Repository = planner
@@ -108,10 +108,10 @@ class Server(Processes):
         self.poller = RepositoryPoller(*parts, self.models)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        self.told += [message] if "gateway" in roles else []
+        self.sent += [message] if "gateway" in roles else []
 
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
-        self.told.append(make(0))
+        self.sent.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.deaf else [])
 
     def hears_again(self) -> None:
@@ -354,7 +354,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
             {**CONFIG, "name": "s", "instance_group": [two]}
         )
         await server.load("s")
-        server.told.clear()
+        server.sent.clear()
         workers = [each for each in server.started if each.title.startswith("worker s.")]
         workers[0].kill()
         version = server.registry.model("s").serving["1"]
@@ -363,12 +363,12 @@ def test_nothing_is_published_that_does_not_differ() -> None:
                 len(server.started) == 4 and all(s == "ready" for s in version.instances.states())
             )
         )
-        assert server.told == []
+        assert server.sent == []
         workers[1].kill()
         server.worker("s").kill()
         await turns(1)
         await until_async(lambda: version.ready)
-        assert server.told == [
+        assert server.sent == [
             m.ReadinessChanged("s", "1", False),
             m.ReadinessChanged("s", "1", True),
         ]
@@ -493,13 +493,13 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         before, kept = pids(server, "s"), server.registry.model("s").serving["1"]
         server.repository.versions = ["1", "2", "3", "4"]
         server.repository.files = {"2": "touched"}
-        server.told.clear()
+        server.sent.clear()
         await server.load("s")
         after = pids(server, "s")
         assert list(after) == ["1", "2", "3", "4"]
         assert after["1"] == before["1"] and after["2"] != before["2"]
         assert server.registry.model("s").serving["1"] is kept
-        published = [news.version for news in server.told if isinstance(news, m.ModelPublished)]
+        published = [news.version for news in server.sent if isinstance(news, m.ModelPublished)]
         assert sorted(published) == ["2", "3", "4"]
         server.repository.versions = ["1", "3"]
         await server.load("s")

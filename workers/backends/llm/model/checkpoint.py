@@ -23,6 +23,7 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
+    processors,
 )
 
 from shmserve.errors import InvalidArgument
@@ -39,18 +40,50 @@ _WITHOUT_EFFECT = (
     "guidance_scale min_length min_new_tokens no_repeat_ngram_size num_beams penalty_alpha "
     "sequence_bias stop_strings suppress_tokens top_h typical_p"
 )
-_LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-# The pattern of words, and the default special tokens, of classes in transformers.
 _GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
-_BYTE_LEVEL: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "GPT2Tokenizer": ("", _GPT2),
-    "GPTNeoXTokenizer": ("", {**_GPT2, "pad_token": "<|padding|>"}),
-    "Qwen2Tokenizer": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
-    ),
+_SPM = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+# The classes of transformers that replace parts of any tokenizer.json, and their special tokens.
+_CLASSES: Mapping[str, Mapping[str, str]] = {
+    "GPT2Tokenizer": _GPT2,
+    "GPTNeoXTokenizer": {**_GPT2, "pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "CohereTokenizer": {
+        "unk_token": "<UNK>",
+        "bos_token": "<BOS_TOKEN>",
+        "pad_token": "<PAD>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+        "mask_token": "<MASK_TOKEN>",
+        "cls_token": "<CLS>",
+        "sep_token": "<SEP>",
+    },
+    "LlamaTokenizer": _SPM,
+    "CodeLlamaTokenizer": {
+        **_SPM,
+        "prefix_token": "\u2581<PRE>",
+        "middle_token": "\u2581<MID>",
+        "suffix_token": "\u2581<SUF>",
+        "eot_token": "\u2581<EOT>",
+        "fill_token": "<FILL_ME>",
+    },
+    "GemmaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
 }
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Other classes that do so.
+_UNSUPPORTED_CLASSES = (
+    "Albert Barthez Bert BigBird Blenderbot CLIP Camembert CodeGen Deberta DebertaV2 Esmc Funnel "
+    "Herbert Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke MBart MBart50 MLuke MPNet MarkupLM Nllb "
+    "Nougat OpenAIGPT Pegasus Qwen3_5 Reformer RemBert Roberta SeamlessM4T Siglip2 Splinter T5 "
+    "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
+)
 _SPACE = "\u2581"
 _MOST_NAMED = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -101,7 +134,7 @@ class Checkpoint:
             _check_weights(architecture, quantisation, stored, problems)
         templates = _templates(path, settings, problems)
         if problems:
-            raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
+            raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
@@ -182,10 +215,10 @@ def _tokenizer(
         tokenizer.no_truncation()
         tokenizer.no_padding()
         kind = _tokenizer_class(settings, config)
-        if kind == "LlamaTokenizer":
-            _as_llama(tokenizer, settings)
-        elif kind in _BYTE_LEVEL and "ByteLevel" in repr(tokenizer.decoder):
-            _as_byte_level(tokenizer, settings, kind)
+        if problem := _class_problem(tokenizer, kind):
+            problems.append(problem)
+        elif kind in _CLASSES and not (kind == "LlamaTokenizer" and _is_byte_level(tokenizer)):
+            _as_class(tokenizer, settings, kind)
         _add_tokens(tokenizer, settings, extra[1])
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
@@ -196,7 +229,8 @@ def _tokenizer(
 
 def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
     """Return the name of the transformers class that would load a tokenizer."""
-    family, named = config.get("model_type"), settings.get("tokenizer_class")
+    family = config.get("model_type")
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if family == "mistral":
         return ""
     if family == "qwen2" or (family == "qwen3" and not named):
@@ -204,36 +238,66 @@ def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
     return str(named).removesuffix("Fast")
 
 
-def _as_byte_level(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
-    """Replace the division into words by that of the transformers class for any tokenizer.json."""
-    pattern, special = _BYTE_LEVEL[kind]
-    for name, text in special.items():
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    return "ByteLevel" in f"{tokenizer.decoder!r}{tokenizer.pre_tokenizer!r}"
+
+
+def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
+    """Return why a tokenizer of a class cannot be used, or ""."""
+    if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
+        allowed = f"{', '.join(_CLASSES)}, PreTrainedTokenizerFast and unknown names"
+        found = repr(kind)
+    elif kind in _CLASSES and not isinstance(tokenizer.model, models.BPE):
+        allowed = "PreTrainedTokenizerFast"
+        found = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
+    else:
+        return ""
+    return (
+        f"tokenizer_class: {found} is not supported, because that class replaces parts of "
+        f"tokenizer.json (supported: {allowed})"
+    )
+
+
+def _as_class(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
+    """Replace the parts that a class of transformers replaces in any tokenizer.json."""
+    for name, text in _CLASSES[kind].items():
         settings.setdefault(name, text)
-    prefix = settings.get("add_prefix_space") is True
-    words = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern)
-    tokenizer.normalizer = None if kind == "GPT2Tokenizer" else normalizers.NFC()
-    tokenizer.pre_tokenizer = words
-    if pattern:
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, words])
-
-
-def _as_llama(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-    """Replace the treatment of spaces, except in byte-level tokenizers.
-
-    The class LlamaTokenizer of transformers has its own, whatever tokenizer.json contains, and
-    default special tokens.
-    """
-    if not isinstance(tokenizer.model, models.BPE) or "ByteLevel" in repr(tokenizer.decoder):
-        return
-    for name, text in _LLAMA.items():
-        settings.setdefault(name, text)
-    prefixed = settings.get("add_prefix_space") is not False
-    scheme = ("always" if settings.get("legacy") else "first") if prefixed else "never"
-    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    model, given = tokenizer.model, settings.get("add_prefix_space")
+    spaces = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+    model.ignore_merges, model.fuse_unk, model.byte_fallback = False, spaces, spaces
+    unknown = _content(settings["unk_token"])
+    named = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
+    model.unk_token = None if named in (None, False) else unknown
     tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
-    tokenizer.decoder = decoders.Sequence([*parts, *[decoders.Strip(" ", 1)] * prefixed])
+    if not spaces:
+        words = pre_tokenizers.ByteLevel(given is True, use_regex=kind != "Qwen2Tokenizer")
+        before: list[Any] = []
+        if kind == "Qwen2Tokenizer":
+            before = [pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")]
+        elif kind == "CohereTokenizer":
+            before = [pre_tokenizers.Digits(individual_digits=True)]
+        if kind != "GPT2Tokenizer":
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, words])
+        tokenizer.decoder = decoders.ByteLevel()
+        return
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "GemmaTokenizer":
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        legacy = settings.get("legacy") and kind == "LlamaTokenizer"
+        scheme = ("always" if legacy else "first") if given is not False else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+        if given is not False or kind == "CodeLlamaTokenizer":
+            parts.append(decoders.Strip(" ", 1))
+        begin = _content(settings["bos_token"])
+        number = tokenizer.token_to_id(begin)
+        if number is not None and kind == "CodeLlamaTokenizer":
+            tokenizer.post_processor = processors.TemplateProcessing(
+                f"{begin} $A", f"{begin} $A {begin}:1 $B:1", [(begin, number)]
+            )
+    tokenizer.decoder = decoders.Sequence(parts)
 
 
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
@@ -242,6 +306,7 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str,
     if isinstance(extra, dict):
         settings |= extra
         extra = []
+    settings |= settings.get("model_specific_special_tokens") or {}
     named = {_content(each): each for each in (*map(settings.get, _special(settings)), *extra)}
     listed = tokenizer.get_added_tokens_decoder()
     by_text = {each.content: each for each in listed.values()}

@@ -144,14 +144,18 @@ class Quantisation:
         values = parts["values"]
         if values.dtype in _PLAIN and "scales" not in parts:
             fits = values.shape == shape
-            return "" if fits else f"{name} has {list(values.shape)}, not {list(shape)}"
+            return (
+                ("")
+                if fits
+                else f"{name} has the shape {list(values.shape)}, expected {list(shape)}"
+            )
         if not self.method:
             return f"{name} is {values.dtype} without a quantization_config in config.json"
         method = _METHODS[self.method]
         allowed = method.values.get(values.name.rpartition(".")[2], ())
         if values.dtype not in allowed:
             supported = ", ".join(allowed)
-            return f"{values.name} is {values.dtype}, supported for {self.method}: {supported}"
+            return f"{values.name} is {values.dtype}, but {self.method} supports {supported}"
         lacks = [
             " or ".join(ends)
             for role, ends in method.roles.items()
@@ -172,7 +176,7 @@ class Quantisation:
         except (ValueError, IndexError, RuntimeError):
             sizes = ", ".join(f"{role} {list(each.shape)}" for role, each in parts.items())
             raise InvalidArgument(
-                f"the folder of the model is wrong: {name}: {self.method} tensors do not make "
+                f"the model's folder is invalid: {name}: {self.method} tensors do not make "
                 f"{list(shape)}: {sizes}; supported are {', '.join(map(str, _BITS))} bits"
             ) from None
 

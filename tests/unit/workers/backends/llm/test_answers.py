@@ -36,7 +36,6 @@ def scheduler(folder: Folder, tmp_path: Path) -> Iterator[Scheduler]:
 
 
 def greedy(folder: Folder, count: int) -> list[int]:
-    """What follows the prompt."""
     return generated(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 

@@ -44,7 +44,7 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         Checkpoint.open(path)
     for part in (
         "weights are missing: model.norm.weight",
-        "lm_head.weight has [320, 31], not [320, 32]",
+        "lm_head.weight has the shape [320, 31], expected [320, 32]",
         "tokenizer_config.json is not JSON",
     ):
         assert part in raised.value.message

@@ -1,13 +1,15 @@
 """The files of a folder: tokens, texts and prompts are those of transformers."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from shmserve.errors import InvalidArgument
@@ -92,6 +94,9 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "extra tokens": {SETTINGS: {"additional_special_tokens": ["<x>", "<|user|>", "fox"]}},
     "extra tokens of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>", "fox"]}},
     "extra named tokens": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"}}},
+    "named tokens of a model": {
+        SETTINGS: {"model_specific_special_tokens": {"image_token": "<img>"}}
+    },
     "own named token": {SETTINGS: {"image_token": "<img>"}},
     "added_tokens_decoder": {
         SETTINGS: {
@@ -129,6 +134,15 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaTokenizer of bytes": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
     "GPT2Tokenizer": {SETTINGS: {"tokenizer_class": "GPT2TokenizerFast"}, **DIGITS},
     "GPTNeoXTokenizer": {SETTINGS: {"tokenizer_class": "GPTNeoXTokenizer"}, **DIGITS},
+    "GPT2Tokenizer ignores merges": {
+        SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
+        "tokenizer.json": {
+            "model": {**json.loads(tokenizer_text())["model"], "ignore_merges": True}
+        },
+    },
+    "CohereTokenizer": {SETTINGS: {"tokenizer_class": "CohereTokenizerFast"}},
+    "a class of config.json": {"config.json": {"tokenizer_class": "CohereTokenizer"}},
+    "an unknown class": {SETTINGS: {"tokenizer_class": "OwnTokenizerFast"}},
     "Qwen2Tokenizer": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
     "Qwen2Tokenizer of a family": {"config.json": {"model_type": "qwen2"}, **DIGITS},
     "Qwen3 without a class": {
@@ -147,6 +161,14 @@ MISTRAL = {
 SPACED: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
     "LlamaTokenizer": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
+    "CodeLlamaTokenizer": {SETTINGS: {"tokenizer_class": "CodeLlamaTokenizer"}},
+    "CodeLlamaTokenizer without prefix": {
+        SETTINGS: {"tokenizer_class": "CodeLlamaTokenizer", "add_prefix_space": False}
+    },
+    "GemmaTokenizer": {SETTINGS: {"tokenizer_class": "GemmaTokenizerFast"}},
+    "CohereTokenizer of spaces": {SETTINGS: {"tokenizer_class": "CohereTokenizer"}},
+    "GPT2Tokenizer of spaces": {SETTINGS: {"tokenizer_class": "GPT2Tokenizer"}},
+    "Qwen2 of spaces": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
     "legacy": {SETTINGS: {"tokenizer_class": "LlamaTokenizerFast", "legacy": True}},
     "without prefix": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}},
     "Mistral": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "legacy": False}, **MISTRAL},
@@ -180,6 +202,37 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
     reference.chat_template = SHOWN
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert ChatTemplate({"default": SHOWN}, mine.special).render({"messages": MESSAGES}) == expected
+
+
+def unigram() -> str:
+    """tokenizer.json of a Unigram model, as that of T5."""
+    pieces = [("<unk>", 0.0), ("▁the", -1.0), ("▁fox", -1.0), *((each, -5.0) for each in "▁thefox")]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return str(tokenizer.to_str())
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("PreTrainedTokenizerFast", ""),
+        ("LlamaTokenizer", "'LlamaTokenizer' with a tokenizer.json of Unigram is not supported"),
+        ("GemmaTokenizerFast", "'GemmaTokenizer' with a tokenizer.json of Unigram is not"),
+        ("T5Tokenizer", "'T5Tokenizer' is not supported, because that class replaces parts of"),
+    ],
+)
+def test_classes_that_replace_other_parts_are_refused(
+    tmp_path: Path, name: str, problem: str
+) -> None:
+    path = write_folder(tmp_path / "m")
+    (path / "tokenizer.json").write_text(unigram())
+    edit(path, SETTINGS, tokenizer_class=name)
+    if problem:
+        with pytest.raises(InvalidArgument, match=f"tokenizer_class: {problem}"):
+            Checkpoint.open(path)
+    else:
+        assert Checkpoint.open(path).tokenizer.encode("the fox").tokens == ["▁the", "▁fox"]
 
 
 def test_each_field_in_the_guide_is_tested() -> None:
@@ -266,6 +319,20 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
         assert (
             "'[PAD]' has the id 320, but the model's largest token is 319" in scheduler.errors[2][1]
         )
+
+
+@pytest.mark.parametrize("spaces", [False, True])
+def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, spaces: bool) -> None:
+    path = write_folder(tmp_path / "m")
+    if spaces:
+        (path / "tokenizer.json").write_text(spaced())
+    reference = AutoTokenizer.from_pretrained(path)
+    words, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
+    with llm_rig(tmp_path / "rig", path) as scheduler:
+        for key, text in enumerate((words, unbroken, f"{words}{unbroken}", f"{unbroken} {words}")):
+            scheduler.prepare(key, text_input=text, truncate_prompt_tokens=50, max_tokens=2)
+            expected = reference.encode(text)[-50:]
+            assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected
 
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -370,6 +437,20 @@ def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
         "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
     )
     assert ChatTemplate({"default": template}, {}).render({"messages": MESSAGES}) == "the foxé"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
+        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
+        ("{{ '-' if messages[0].content is none else messages[0].content }}|", "|"),
+    ],
+)
+def test_a_missing_content_beside_calls_is_empty_as_in_vllm(template: str, text: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
 
 
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]

@@ -87,7 +87,7 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
         ({"regex": "a", "guided_json": {}}, "regex and json_schema: at most one grammar"),
         ({"bad_words": [""]}, "bad_words: [''] is not a string or a list"),
         ({"allowed_token_ids": [100]}, "allowed_token_ids: 100 is not a token"),
-        ({"suffix": "!"}, "suffix: '!' is refused: it is not supported"),
+        ({"suffix": "!"}, "suffix: '!' is not supported"),
         ({"n": 3, "best_of": 2}, "best_of: 2 is less than n 3"),
         ({"best_of": 2, "stream": True}, "stream: the best of 2 samples are known only when"),
         ({"use_beam_search": True, "n": 2, "logit_bias": {"3": 1}},

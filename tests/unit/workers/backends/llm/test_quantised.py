@@ -295,7 +295,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (
             lambda w: plain_ints(w, ROW, True),
             FP8,
-            "q_proj.weight is I8, supported for fp8: F8_E4M3, F8_E5M2",
+            "q_proj.weight is I8, but fp8 supports F8_E4M3, F8_E5M2",
         ),
         (
             lambda w: ({"weight": fp8_tensor(w)[0]["weight"]}, w),
@@ -332,7 +332,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
             {**GPTQ, "desc_act": True, "sym": False},
             "q_proj.qweight has no qzeros and no g_idx",
         ),
-        (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, supp"),
+        (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, but"),
     ],
 )
 def test_what_is_not_known_is_refused(

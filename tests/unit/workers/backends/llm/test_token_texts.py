@@ -31,7 +31,6 @@ VOCABULARIES = {"bytes": Tokenizer.from_str(tokenizer_text()), "fallback": fallb
 
 @pytest.fixture(params=VOCABULARIES)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    """Each kind of vocabulary."""
     return VOCABULARIES[request.param]
 
 

@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": GIVEN, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice: 'g' is not a name of `tools`",
     ),
-    "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
+    "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
 }
 
 
