@@ -140,7 +140,7 @@ class _Maker:
                 f"input '{name}' has the shape [{dims}], with dimensions of any size (-1). "
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
             )
-        return (self.options.batch, *row) if self.model.batches else row
+        return (self.given.batch, *row) if self.model.batches else row
 
     def made(self, name: str) -> InputTensor:
         """Return an input with generated content: zeros, or random numbers or letters."""
@@ -173,8 +173,8 @@ class _Maker:
         if "b64" in parts:
             return self._of_bytes(name, shape, base64.b64decode(parts["b64"], validate=True))
         flat = np.array(parts["content"], np.object_).ravel()
-        if flat.size * self.options.batch == element_count(shape):
-            flat = np.tile(flat, self.options.batch)
+        if flat.size * self.given.batch == element_count(shape):
+            flat = np.tile(flat, self.given.batch)
         if flat.size != element_count(shape):
             raise InvalidArgument(
                 f"input '{name}': {flat.size} elements do not fit the shape {shape}"
