@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, SharedMemory, View, nothing
+from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FIXED_SIZE, FreeList
@@ -40,7 +40,7 @@ def aligned(byte_size: int) -> int:
     return -(-byte_size // ALIGNMENT) * ALIGNMENT
 
 
-class Segment(SharedMemory):
+class Segment(RegisteredMemory):
     """A mapped memfd.
 
     Attributes:

@@ -16,8 +16,8 @@ def nothing() -> None:
     """Do nothing, as the end of a lease without memory."""
 
 
-class SharedMemory:
-    """Memory that is shared with a server; `memory` is the connected server's description of it."""
+class RegisteredMemory:
+    """Memory that is registered with a server; `memory` is the connected server's description of it."""
 
     memory: Memory | None = None
 
