@@ -75,20 +75,20 @@ def _measure(arguments: list[str]) -> int:
         seconds=options.seconds,
         only=frozenset(options.only),
     )
-    found = Runner(Context(settings, _say)).run()
-    return _publish(found, options.json or _default_path())
+    run_results = Runner(Context(settings, _say)).run()
+    return _publish(run_results, options.json or _default_path())
 
 
-def _publish(found: results.Results, path: Path) -> int:
-    found.save(path)
+def _publish(run_results: results.Results, path: Path) -> int:
+    run_results.save(path)
     picture = path.with_suffix(".svg")
-    if missing := rendering.draw(found, picture):
+    if missing := rendering.draw(run_results, picture):
         _say(f"no picture: {missing}")
     else:
         _say(f"picture: {picture}")
     _say(f"results: {path}\n")
-    sys.stdout.write(rendering.render(found))
-    return 1 if any(item.failed for item in found.not_run) else 0
+    sys.stdout.write(rendering.render(run_results))
+    return 1 if any(item.failed for item in run_results.not_run) else 0
 
 
 def _compare(arguments: list[str]) -> int:

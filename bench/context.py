@@ -70,7 +70,7 @@ class Context:
         self.analyzer = analyzer
         return analyzer
 
-    def skip(self, what: str, why: str, *, failed: bool = False) -> None:
+    def skip(self, subject: str, why: str, *, failed: bool = False) -> None:
         """Record that a figure is not measured, and why; `failed`: its measurement failed."""
-        self.results.not_run.append(NotRun(what, why, failed))
-        self.say(f"{what}: not measured: {why}")
+        self.results.not_run.append(NotRun(subject, why, failed))
+        self.say(f"{subject}: not measured: {why}")

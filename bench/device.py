@@ -80,7 +80,7 @@ def _ways(client: shmserve.client.Server) -> dict[str, Callable[[], object]]:
         "in host memory": plain,
         "given as an array": {"input": values},
     }
-    return {name: partial(client.infer, "linear", given) for name, given in ways.items()}
+    return {name: partial(client.infer, "linear", inputs) for name, inputs in ways.items()}
 
 
 def main() -> int:

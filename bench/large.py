@@ -130,7 +130,7 @@ def _latencies(asking: list[Connection]) -> list[float]:
     """Send a request per second on each connection, and return their latencies in ms."""
     by_fd = {each.sock: each for each in asking}
     sent: dict[socket.socket, float] = {}
-    found = []
+    latencies_ms = []
     began = time.perf_counter()
     due = [began + number / len(asking) for number in range(_SECONDS * len(asking))]
     while due or sent:
@@ -143,10 +143,10 @@ def _latencies(asking: list[Connection]) -> list[float]:
         wait = max(0.0, due[0] - time.perf_counter()) if due else 1.0
         for sock in select.select(list(sent), [], [], wait)[0] if len(sent) else ():
             if by_fd[sock].read():
-                found += [(time.perf_counter() - sent.pop(sock)) * 1e3]
+                latencies_ms += [(time.perf_counter() - sent.pop(sock)) * 1e3]
         if not sent:
             time.sleep(wait)
-    return found
+    return latencies_ms
 
 
 def _ended(connection: Connection) -> bool:
@@ -229,10 +229,10 @@ def models(count: int) -> None:
                     line += f", {more:.1f} MB for one more, index {index:.0f} ms"
                     times = [_timed(partial(_unload, client, each.name)) for each in served]
                 line += f"; unload p50 {quantile(times, 0.5):.0f} ms, all {sum(times) / 1e3:.1f} s"
-                left = processes.pss_mb(server.pid)
+                remaining_mb = processes.pss_mb(server.pid)
                 began = time.perf_counter()
             stopped = time.perf_counter() - began
-            print(f"{line}, {left:,.0f} MB left; end {stopped:.1f} s", flush=True)
+            print(f"{line}, {remaining_mb:,.0f} MB left; end {stopped:.1f} s", flush=True)
 
 
 def _unload(client: Client, name: str) -> None:
@@ -240,11 +240,11 @@ def _unload(client: Client, name: str) -> None:
 
 
 def _copy(folder: Path, number: int) -> Path:
-    made = folder / f"simple{number:03}"
-    shutil.copytree(servers.BENCH / "models" / "simple", made)
-    config = made / "config.pbtxt"
-    config.write_text(config.read_text().replace('"simple"', f'"{made.name}"'))
-    return made
+    target = folder / f"simple{number:03}"
+    shutil.copytree(servers.BENCH / "models" / "simple", target)
+    config = target / "config.pbtxt"
+    config.write_text(config.read_text().replace('"simple"', f'"{target.name}"'))
+    return target
 
 
 @contextlib.contextmanager

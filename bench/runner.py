@@ -118,9 +118,9 @@ class Runner:
 
     def _model(self, name: str) -> Path:
         """Return the folder of a model: in bench/models, or a folder that is written on demand."""
-        kept = BENCH / "models" / name
-        if kept.is_dir():
-            return kept
+        folder = BENCH / "models" / name
+        if folder.is_dir():
+            return folder
         if self._written is None:
             self._written = tempfile.TemporaryDirectory(prefix="bench-models-")
             ensembles.write(Path(self._written.name))
@@ -152,12 +152,12 @@ class Runner:
         row.samples.setdefault(server.name, []).append(report[case.column])
         row.details.setdefault(server.name, []).append(report)
         value = f"{report[case.column]:,.0f} {case.figure.unit}"
-        taken = f"{len(row.samples[server.name])}/{self._settings.repeats}"
-        self._context.say(f"{case.name}: {server.name} {value} ({taken})")
+        progress = f"{len(row.samples[server.name])}/{self._settings.repeats}"
+        self._context.say(f"{case.name}: {server.name} {value} ({progress})")
 
     def _run_standing(self, case: StandingCase, folder: Path) -> None:
-        given = BENCH / "models" / case.model
-        model = self._torch_model(folder) if case.model == "torch" else given
+        model_folder = BENCH / "models" / case.model
+        model = self._torch_model(folder) if case.model == "torch" else model_folder
         rows = [Row(figure, {}) for figure in case.figures]
         for product in self._context.products(case.with_triton) if model else ():
             assert model is not None
@@ -182,10 +182,10 @@ class Runner:
         model = folder / "torch"
         if not model.exists():
             command = [sys.executable, "-m", "bench.system.torch_model", str(model)]
-            made = subprocess.run(
+            completed = subprocess.run(
                 command, cwd=BENCH.parent, capture_output=True, text=True, check=False
             )
-            if made.returncode != 0:
-                self._context.skip("torch model", made.stderr.strip()[-300:], failed=True)
+            if completed.returncode != 0:
+                self._context.skip("torch model", completed.stderr.strip()[-300:], failed=True)
                 return None
         return model

@@ -42,16 +42,16 @@ class Run:
 
     def take(self, line: str) -> None:
         """Record a line of the load generator."""
-        said = json.loads(line)
-        self.failed += said["failed"]
-        for door, found in said["ms"].items():
-            self.latencies.setdefault(door, []).extend(found)
+        report_line = json.loads(line)
+        self.failed += report_line["failed"]
+        for door, times_ms in report_line["ms"].items():
+            self.latencies.setdefault(door, []).extend(times_ms)
 
     def close_window(self, server: servers.Server) -> str:
         """Take a sample of the server's resources, and return it in one line with the latencies."""
         now = resources.sample(server.pid)
         self.samples.append(now)
-        every = sorted(ms for found in self.latencies.values() for ms in found)
+        every = sorted(ms for latency in self.latencies.values() for ms in latency)
         slowest = max(self.latencies, key=lambda door: quantile(self.latencies[door], 0.99))
         self.latencies = {}
         p50, p99, p999 = (quantile(every, q) for q in (0.5, 0.99, 0.999))

@@ -193,14 +193,17 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path) -> list[str]:
 def _file_of(kind: type, folder: Path) -> Path:
     """Return a file that defines a class: its own, or one that is made for a script's class."""
     package = kind.__module__.partition(".")[0]
+    path = folder / f"class_{kind.__name__}" / f"{kind.__name__.lower()}.py"
     importable = package != "__main__" and PathFinder.find_spec(package) is not None
     if importable and "<locals>" not in kind.__qualname__:
         text = f"from {kind.__module__} import {kind.__qualname__.partition('.')[0]}\n"
         if "." in kind.__qualname__:
             text += f"{kind.__name__} = {kind.__qualname__}\n"
+        if package == path.stem:  # the worker imports the made file under the same name, and first
+            made = str(path.resolve().parent)
+            text = f"import sys\nsys.path.remove({made!r})\ndel sys.modules[__name__]\n{text}"
     else:
         text = _definitions(kind)
-    path = folder / f"class_{kind.__name__}" / f"{kind.__name__.lower()}.py"
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path

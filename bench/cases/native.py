@@ -91,8 +91,8 @@ def _case(
         "higher" if many else "lower",
         Target("ratio", must, aim),
     )
-    given = None if alone else peer or Load(model, in_flight, flags)
-    return NativeCase(name, model, in_place, in_flight, elements, given, listeners, figure)
+    peer_load = None if alone else peer or Load(model, in_flight, flags)
+    return NativeCase(name, model, in_place, in_flight, elements, peer_load, listeners, figure)
 
 
 NATIVE = (
@@ -133,8 +133,8 @@ def run(case: NativeCase, context: Context) -> Row:
             server = running(product, [model], notes=context.results.notes)
             servers[product.name] = started.enter_context(server)
         for _ in range(context.settings.repeats):
-            mine = _ours(case, servers[US], context.settings.seconds)
-            row.samples.setdefault(US, []).append(mine)
+            value = _ours(case, servers[US], context.settings.seconds)
+            row.samples.setdefault(US, []).append(value)
             if case.peer is None:
                 row.samples.setdefault(PEER, []).append(memcpy_sample())
             elif PEER in servers and analyzer is not None:
@@ -161,5 +161,5 @@ def _ours(case: NativeCase, server: Server, seconds: float) -> float:
         load.append(f"--shape=INPUT0:{case.elements}")
     if case.in_place:
         load += ["--shared-memory=system", f"--output-byte-size={4 * case.elements}"]
-    found = ours(case.model, *load, seconds=seconds)
-    return float(found["per_second"] if case.in_flight > 1 else found["latency"]["p50"] * 1000)
+    point = ours(case.model, *load, seconds=seconds)
+    return float(point["per_second"] if case.in_flight > 1 else point["latency"]["p50"] * 1000)

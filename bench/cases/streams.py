@@ -91,11 +91,11 @@ def run(case: StreamCase, context: Context) -> list[Row]:
             servers.append(server)
         for turn in range(context.settings.repeats):
             for server in servers[:: -1 if turn % 2 else 1]:
-                found = _sample(case, server, context.settings.seconds)
+                sample = _sample(case, server, context.settings.seconds)
                 for row in rows:
-                    row.samples.setdefault(server.name, []).append(found[row.figure.unit])
+                    row.samples.setdefault(server.name, []).append(sample[row.figure.unit])
                 first = rows[0].figure.unit
-                context.say(f"{case.name}: {server.name} {found[first]:,.0f} {first}")
+                context.say(f"{case.name}: {server.name} {sample[first]:,.0f} {first}")
     return rows
 
 
@@ -104,5 +104,5 @@ def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float
     native = case.ours == "native" and server.name == US
     where = f"--run-dir={server.run_dir}" if native else f"--url=grpc://{server.address('grpc')}"
     load = (f"--concurrency={case.streams}", f"--input=COUNT=[{case.count}]")
-    found = ours(MODEL, where, *load, seconds=seconds)
-    return {RESPONSES: found["responses_per_second"], FIRST: found["first"]["p50"] * 1000}
+    point = ours(MODEL, where, *load, seconds=seconds)
+    return {RESPONSES: point["responses_per_second"], FIRST: point["first"]["p50"] * 1000}

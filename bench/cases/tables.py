@@ -178,17 +178,17 @@ def _cost(name: str, title: str, unit: str, must: float | None = None) -> Figure
 
 def _standing(model: str, suffix: str, with_triton: bool) -> tuple[StandingCase, ...]:
     """Return the cases that are measured with a Python model and with a torch model."""
-    what = "torch model" if model == "torch" else "Python model"
-    start = (_cost(f"startup{suffix}", f"start to ready, {what}", "s", 3.0),)
-    more = f"one more instance, {what}"
+    subject = "torch model" if model == "torch" else "Python model"
+    start = (_cost(f"startup{suffix}", f"start to ready, {subject}", "s", 3.0),)
+    more = f"one more instance, {subject}"
     instance = (
         _cost(f"instance-memory{suffix}", f"{more}: PSS", "MB", 100.0),
         _cost(f"instance-time{suffix}", f"{more}: load time", "ms", 100.0),
     )
-    silent = f"64 silent connections, {what}"
+    silent = f"64 silent connections, {subject}"
     idle = (
-        _cost(f"idle-cpu{suffix}", f"idle, {what}: CPU", "% core", 1.0),
-        _cost(f"idle-memory{suffix}", f"idle, {what}: PSS in all", "MB", 450.0),
+        _cost(f"idle-cpu{suffix}", f"idle, {subject}: CPU", "% core", 1.0),
+        _cost(f"idle-memory{suffix}", f"idle, {subject}: PSS in all", "MB", 450.0),
         _cost(f"connections-cpu{suffix}", f"{silent}: CPU in all", "% core", 1.0),
         _cost(f"connections-memory{suffix}", f"{silent}: PSS they add", "MB"),
     )

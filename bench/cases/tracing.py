@@ -70,8 +70,8 @@ def run(case: TraceCase, context: Context) -> Row:
         for turn in range(context.settings.repeats):
             for whose, server in servers[:: -1 if turn % 2 else 1]:
                 where = (f"--url=http://{server.address('http')}", f"--concurrency={_IN_FLIGHT}")
-                found = ours("simple", *where, seconds=context.settings.seconds)
-                row.samples.setdefault(whose, []).append(found["per_second"])
+                point = ours("simple", *where, seconds=context.settings.seconds)
+                row.samples.setdefault(whose, []).append(point["per_second"])
         both = ", ".join(f"{whose} {values}" for whose, values in row.samples.items())
         context.say(f"{case.name}: {both}")
     return row

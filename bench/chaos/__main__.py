@@ -159,10 +159,10 @@ def _report(stage: Stage) -> None:
     for line in ledger.slow:
         print(f"slow: {line}")
     print("all served again after, s:          n     p50     p99     max")
-    everything = [took for found in ledger.recoveries.values() for took in found]
-    for what, found in [*sorted(ledger.recoveries.items()), ("everything", everything)]:
-        if found:
-            print(f"  {what:28} {len(found):6} {_at(found, 50)} {_at(found, 99)} {_at(found, 100)}")
+    everything = [took for times in ledger.recoveries.values() for took in times]
+    for kind, times in [*sorted(ledger.recoveries.items()), ("everything", everything)]:
+        if times:
+            print(f"  {kind:28} {len(times):6} {_at(times, 50)} {_at(times, 99)} {_at(times, 100)}")
 
 
 def _at(values: Sequence[float], percent: int) -> str:

@@ -57,13 +57,13 @@ class Stage:
     _round: list[str] = field(default_factory=list)
 
     @contextmanager
-    def fault(self, what: str) -> Iterator[Fault]:
+    def fault(self, fault_name: str) -> Iterator[Fault]:
         """Record a fault during the block, and wait until all clients are served again.
 
         Yields:
             The fault. Its `since` may be set to the time at which the cause was removed.
         """
-        fault = self.ledger.begin(what)
+        fault = self.ledger.begin(fault_name)
         struck = fault.since
         yield fault
         since, fault.since = fault.since, struck
@@ -77,11 +77,11 @@ class Stage:
 
         Each process is chosen in turn, so that none dies so often that its restart is delayed.
         """
-        found = {servers.title(each): each for each in self.server.tree()[1:]}
+        processes = {servers.title(each): each for each in self.server.tree()[1:]}
         if not self._round:
-            self._round = sorted(found)
+            self._round = sorted(processes)
             self.rng.shuffle(self._round)
-        return found.get(self._round.pop())
+        return processes.get(self._round.pop())
 
 
 def _nothing(stage: Stage) -> None:

@@ -172,11 +172,11 @@ class Ledger:
 
     # --- faults
 
-    def begin(self, what: str) -> Fault:
+    def begin(self, fault_name: str) -> Fault:
         """Record a fault that is about to occur."""
-        fault = Fault(what, time.monotonic())
+        fault = Fault(fault_name, time.monotonic())
         with self._news:
-            self.note(f"FAULT {what}")
+            self.note(f"FAULT {fault_name}")
             self._faults.append(fault)
         return fault
 
@@ -212,8 +212,8 @@ class Ledger:
             self.recoveries.setdefault(_kind(fault.what), []).append(took)
 
 
-def _kind(what: str) -> str:
+def _kind(fault_name: str) -> str:
     """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
-    first, *rest = what.split()
+    first, *rest = fault_name.split()
     kind = rest[-1:] if rest[-1:] == ["zygote"] and rest[0] != "spare" else rest[:1]
     return " ".join([first, *kind])

@@ -56,10 +56,10 @@ class Refused(Exception):
     """An HTTP error response, as text."""
 
 
-def expect(found: Any, wanted: Any) -> None:
+def expect(actual: Any, expected: Any) -> None:
     """Compare a response with the expected values. Raises Wrong if they differ."""
-    if not np.array_equal(found, wanted):
-        raise Wrong(f"got {found!r:.300}, wanted {wanted!r:.300}")
+    if not np.array_equal(actual, expected):
+        raise Wrong(f"got {actual!r:.300}, wanted {expected!r:.300}")
 
 
 def _ok(reply: Reply) -> Reply:
@@ -133,8 +133,8 @@ def _grpc_input(name: str, array: Any) -> Any:
 @contextmanager
 def _native_door(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
-        found = client.infer(model, arrays, timeout=PATIENCE_S, sequence=id, **flags)
-        return {name: np.array(found[name]) for name in found}
+        result = client.infer(model, arrays, timeout=PATIENCE_S, sequence=id, **flags)
+        return {name: np.array(result[name]) for name in result}
 
     with shmserve.client.connect(server.run_dir) as client:
         yield infer
@@ -155,9 +155,9 @@ def sums(door: Door, model: str = "simple") -> Open:
             rows = rng.randint(1, 4)
             first = _numbers(rng, np.int32, rows, 16)
             second = _numbers(rng, np.int32, rows, 16)
-            found = infer(model, {"INPUT0": first, "INPUT1": second})
-            expect(found["OUTPUT0"], first + second)
-            expect(found["OUTPUT1"], first - second)
+            outputs = infer(model, {"INPUT0": first, "INPUT1": second})
+            expect(outputs["OUTPUT0"], first + second)
+            expect(outputs["OUTPUT1"], first - second)
 
         with door(server) as infer:
             yield ask
@@ -184,13 +184,13 @@ def function(
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
-        given, taken = names.split()
+        input_name, output_name = names.split()
 
         def ask() -> None:
             array = _numbers(rng, np.float32, rng.randint(1, more.get("most", 2000)))
             if "different" in more:
                 array = np.arange(100, dtype=np.float32) + rng.randrange(more["different"])
-            expect(infer(model, {given: array})[taken], of(array))
+            expect(infer(model, {input_name: array})[output_name], of(array))
 
         with door(server) as infer:
             yield ask
@@ -207,8 +207,8 @@ def sequences(door: Door, model: str) -> Open:
             name, values = next(_ids), _numbers(rng, np.int32, rng.randint(2, 8))
             for at, value in enumerate(values):
                 ends = {"start": at == 0, "end": at == len(values) - 1}
-                found = infer(model, {"INPUT0": np.full((1, 1), value)}, id=name, **ends)
-                expect(found["OUTPUT0"], [[values[: at + 1].sum(dtype=np.int32)]])
+                outputs = infer(model, {"INPUT0": np.full((1, 1), value)}, id=name, **ends)
+                expect(outputs["OUTPUT0"], [[values[: at + 1].sum(dtype=np.int32)]])
 
         with door(server) as infer:
             yield ask
@@ -227,10 +227,10 @@ def native_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
     """Read all responses of a decoupled model in order."""
 
     def ask() -> None:
-        given = _repeated(rng)
-        with client.stream("repeat", given, timeout=PATIENCE_S) as responses:
-            found = [(int(each["OUT"][0]), int(each["IDX"][0])) for each in responses]
-        expect(found, [(value, place) for place, value in enumerate(given["IN"])])
+        inputs = _repeated(rng)
+        with client.stream("repeat", inputs, timeout=PATIENCE_S) as responses:
+            received = [(int(each["OUT"][0]), int(each["IDX"][0])) for each in responses]
+        expect(received, [(value, place) for place, value in enumerate(inputs["IN"])])
 
     with shmserve.client.connect(server.run_dir) as client:
         yield ask
@@ -248,18 +248,18 @@ def grpc_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
         return result
 
     def ask() -> None:
-        given, named = _repeated(rng), str(next(_ids))
+        inputs, named = _repeated(rng), str(next(_ids))
         client.async_stream_infer(
             "repeat",
-            [_grpc_input(*item) for item in given.items()],
+            [_grpc_input(*item) for item in inputs.items()],
             request_id=named,
             enable_empty_final_response=True,
         )
-        for place, value in enumerate(given["IN"]):
-            found = response()
+        for place, value in enumerate(inputs["IN"]):
+            reply = response()
             told_id, outputs = (
-                found.get_response().id,
-                (found.as_numpy("OUT"), found.as_numpy("IDX")),
+                reply.get_response().id,
+                (reply.as_numpy("OUT"), reply.as_numpy("IDX")),
             )
             if told_id != named or [*map(str, outputs)] != [f"[{value}]", f"[{place}]"]:
                 raise Wrong(f"{told_id}: {outputs}, wanted {named}: {value}, {place}")
@@ -291,8 +291,8 @@ def text(stream: bool) -> Open:
             )
             if reply.status != 200:
                 raise Refused(f"{reply.status}: {reply.body.decode()}")
-            found = _streamed(reply) if stream else reply.json()["choices"][0]["text"]
-            expect(found, _TEXTS.setdefault(asked, found))
+            generated = _streamed(reply) if stream else reply.json()["choices"][0]["text"]
+            expect(generated, _TEXTS.setdefault(asked, generated))
 
         with server.http(PATIENCE_S) as connection:
             yield ask
@@ -302,13 +302,13 @@ def text(stream: bool) -> Open:
 
 def _streamed(reply: Reply) -> str:
     events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
-    found = [json.loads(event) for event in events if event != "[DONE]"]
-    for event in found:
+    events_json = [json.loads(event) for event in events if event != "[DONE]"]
+    for event in events_json:
         if "error" in event:
             raise Refused(f"in the stream: {event['error']['message']}")
     if events[-1:] != ["[DONE]"]:
         raise Wrong(f"a stream that ends so: {events[-1:]}")
-    return "".join(choice["text"] for event in found for choice in event["choices"])
+    return "".join(choice["text"] for event in events_json for choice in event["choices"])
 
 
 # Regions of clients that a fault truncates and unlinks.
@@ -327,11 +327,11 @@ def region(cut: bool) -> Open:
 
         def ask() -> None:
             values = _numbers(rng, np.float32, count)
-            given = shm_input("INPUT0", "FP32", [count], shared.name, size)
-            wanted = {"name": "OUTPUT0", "parameters": in_region(shared.name, size, size)}
+            shm_tensor = shm_input("INPUT0", "FP32", [count], shared.name, size)
+            output = {"name": "OUTPUT0", "parameters": in_region(shared.name, size, size)}
             with _own_fault():
                 shared.write(values)
-            _ok(connection.infer("identity", {"inputs": [given], "outputs": [wanted]}))
+            _ok(connection.infer("identity", {"inputs": [shm_tensor], "outputs": [output]}))
             with _own_fault():
                 expect(shared.read(np.float32, count, size), values)
 
@@ -363,14 +363,17 @@ def in_place(server: Server, rng: random.Random) -> Iterator[Ask]:
     """Send requests whose tensors are in memory of the native client, and check the responses."""
 
     def ask() -> None:
-        given["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
-        taken["OUTPUT0"][:] = 0
-        client.infer("identity", given, outputs=taken, timeout=PATIENCE_S)
-        expect(taken["OUTPUT0"], values)
+        input_region["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
+        output_region["OUTPUT0"][:] = 0
+        client.infer("identity", input_region, outputs=output_region, timeout=PATIENCE_S)
+        expect(output_region["OUTPUT0"], values)
 
     form = ((4096,), "FP32")
     with shmserve.client.connect(server.run_dir) as client:
-        given, taken = client.allocate({"INPUT0": form}), client.allocate({"OUTPUT0": form})
+        input_region, output_region = (
+            client.allocate({"INPUT0": form}),
+            client.allocate({"OUTPUT0": form}),
+        )
         yield ask
 
 

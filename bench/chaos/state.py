@@ -43,16 +43,16 @@ class Measured:
 
     def differences(self, now: Measured) -> list[str]:
         """Return a line for each resource that has grown."""
-        found = self.state.differences(now.state, _MORE_MEMORY)
+        lines = self.state.differences(now.state, _MORE_MEMORY)
         for title, size in now.state.resident.items():
             grown = size - self.state.resident.get(title, size)
             if grown > _MORE_OF_ONE and not title.endswith("zygote"):
-                found.append(f"memory of {title}: {grown >> 20} MiB more")
+                lines.append(f"memory of {title}: {grown >> 20} MiB more")
         for title, count in now.threads.items():
             if count > self.threads.get(title, 0) + _MORE_THREADS:
-                found.append(f"threads of {title}: {self.threads.get(title, 0)} became {count}")
-        found += [f"/dev/shm/{name}" for name in now.shm - self.shm]
-        return found
+                lines.append(f"threads of {title}: {self.threads.get(title, 0)} became {count}")
+        lines += [f"/dev/shm/{name}" for name in now.shm - self.shm]
+        return lines
 
     def wait_restored(self, server: Server) -> list[str]:
         """Wait some seconds for the server to return to this state.
@@ -60,15 +60,15 @@ class Measured:
         Returns:
             The remaining differences.
         """
-        found: list[str] = []
+        remaining: list[str] = []
 
         def as_before() -> bool:
-            found[:] = self.differences(Measured.of(server))
-            return not found
+            remaining[:] = self.differences(Measured.of(server))
+            return not remaining
 
         with contextlib.suppress(AssertionError):
             until("as before", as_before, _SETTLE_S)
-        return found
+        return remaining
 
     def in_words(self) -> str:
         """Return a line of text with the sums by kind of process."""

@@ -63,12 +63,12 @@ class CountedShmserve(Shmserve):
 
 def _roles(server: Server) -> dict[str, int]:
     """Return the processes on the path of a request: role -> pid."""
-    found: dict[str, int] = {}
+    pids: dict[str, int] = {}
     for each in processes.tree(server.pid):
         title = Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[0].split()
         if title[:1] == ["shmserve:"] and title[1] in _ROLES and title[2] != "grpc":
-            found[title[1]] = each.pid
-    return found
+            pids[title[1]] = each.pid
+    return pids
 
 
 def _until(path: Path) -> Path:
@@ -98,21 +98,21 @@ def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) 
         _step(folder, list(pids.values()), 3)
         with _traced(folder, pids) as traced:
             connections.run(number)
-    found = []
+    counts = []
     for role in _ROLES:
         told = json.loads((folder / f"{pids[role]}.3").read_text())
         calls = Counter(told["calls"])
         figures = (told["python"], told["allocations"])
-        found.append(Counted(role, number, calls, *figures, traced[role]))
-    return found
+        counts.append(Counted(role, number, calls, *figures, traced[role]))
+    return counts
 
 
 @contextlib.contextmanager
 def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[str]]]:
     """Count the system calls of processes during the block; the counts are empty without strace."""
-    found: dict[str, Counter[str]] = {role: Counter() for role in pids}
+    calls_by_role: dict[str, Counter[str]] = {role: Counter() for role in pids}
     if shutil.which("strace") is None:
-        yield found
+        yield calls_by_role
         return
     traces: dict[str, subprocess.Popen[bytes]] = {}
     for role, pid in pids.items():
@@ -120,14 +120,14 @@ def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[st
         traces[role] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while not _is_traced(pid) and traces[role].poll() is None:
             time.sleep(0.01)
-    yield found
+    yield calls_by_role
     for role, trace in traces.items():
         trace.send_signal(signal.SIGINT)
         trace.wait()
         with contextlib.suppress(OSError):
             for times, name in _TOTAL.findall((folder / role).read_text()):
                 if name != "total":
-                    found[role][name] += int(times)
+                    calls_by_role[role][name] += int(times)
 
 
 def _is_traced(pid: int) -> bool:
@@ -205,26 +205,26 @@ def main() -> None:
     parser.add_argument("--case", choices=("simple", "shm600k"), action="append")
     options = parser.parse_args()
     for case in options.case or ("simple", "shm600k"):
-        with tempfile.TemporaryDirectory(prefix="bench-") as made:
-            folder = Path(made)
-            os.environ["COUNTS_DIR"] = made
+        with tempfile.TemporaryDirectory(prefix="bench-") as temporary_directory:
+            folder = Path(temporary_directory)
+            os.environ["COUNTS_DIR"] = temporary_directory
             _compile(folder)
             model = BENCH / "models" / ("simple" if case == "simple" else "identity")
             notes: list[str] = []
             with running(CountedShmserve(), [model], notes=notes) as server:
                 ready = contextlib.nullcontext(_simple()) if case == "simple" else _placed(server)
                 with ready as requests:
-                    found = count(server, folder, requests, options.requests)
-            _print(case, found, options.top)
+                    counts = count(server, folder, requests, options.requests)
+            _print(case, counts, options.top)
             for note in notes:
                 print(note, file=sys.stderr)
 
 
-def _print(case: str, found: list[Counted], top: int) -> None:
+def _print(case: str, counts: list[Counted], top: int) -> None:
     print(f"\n{case}     calls   python   allocs syscalls   a request")
-    for each in found:
+    for each in counts:
         print(each.row())
-    for each in found if top else ():
+    for each in counts if top else ():
         print(f"\n{each.role}")
         for counter in (each.calls, each.system_calls):
             for name, times in counter.most_common(top):

@@ -20,8 +20,8 @@ class Connections:
     def __init__(self, port: int, requests: Sequence[bytes]) -> None:
         self._selector = selectors.DefaultSelector()
         for request in requests:
-            made = socket.create_connection(("127.0.0.1", port))
-            self._selector.register(made, selectors.EVENT_READ, request)
+            connection = socket.create_connection(("127.0.0.1", port))
+            self._selector.register(connection, selectors.EVENT_READ, request)
 
     def __enter__(self) -> Self:
         return self

@@ -219,9 +219,9 @@ class Chain:
         """
         (received,) = frames.unpack(frames.pack([batch]))
         (work,) = received.requests
-        known = self._known.find(work.schema) or self._known.learn(work.schema)
+        schema_entry = self._known.find(work.schema) or self._known.learn(work.schema)
         elements, where = _SMALL, _DATA
-        if known.outputs[0].placed:
+        if schema_entry.outputs[0].placed:
             where = work.data[-1]
             elements = where[2] // 4
         reply = m.Reply(work.key, "", "", _response_schema(elements), [where])

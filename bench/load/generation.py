@@ -103,9 +103,9 @@ def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
     layers of the last layer except for its first.
     """
     architecture = model.architecture
-    made = max(rows, FEWEST_ROWS)
-    hidden = torch.randn(made, architecture.hidden)
-    inner = torch.randn(made, architecture.inner)
+    padded_rows = max(rows, FEWEST_ROWS)
+    hidden = torch.randn(padded_rows, architecture.hidden)
+    inner = torch.randn(padded_rows, architecture.inner)
     last = hidden[: max(heads, FEWEST_ROWS)].contiguous()
 
     @torch.inference_mode()

@@ -112,20 +112,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_folder(Path(folder) / "model", **MODELS[asked.size])
         model = Transformer(Checkpoint.open(path), asked.weights, DEVICE)
-        made = model.architecture
+        architecture = model.architecture
         blocks = max(asked.rows) * (PROMPT + NEW) // BLOCK
-        passes = Passes(model, KvCache(made, BLOCK, blocks, 0, DEVICE))
+        passes = Passes(model, KvCache(architecture, BLOCK, blocks, 0, DEVICE))
         began = time.perf_counter()
         passes.capture(max(asked.rows), PROMPT + NEW)
         captured = time.perf_counter() - began
-        inner = made.hidden * (made.heads + 2 * made.kv_heads) * made.head_dim
-        inner += made.hidden * made.heads * made.head_dim + 3 * made.hidden * made.inner
-        weights = made.layers * inner + made.vocabulary * made.hidden
+        inner = (
+            architecture.hidden
+            * (architecture.heads + 2 * architecture.kv_heads)
+            * architecture.head_dim
+        )
+        inner += (
+            architecture.hidden * architecture.heads * architecture.head_dim
+            + 3 * architecture.hidden * architecture.inner
+        )
+        weights = architecture.layers * inner + architecture.vocabulary * architecture.hidden
         for rows in asked.rows:
             steps(passes, rows)
             prefill, step = steps(passes, rows)
             theirs = peer(path, rows, asked.weights)
-            found = {
+            figures = {
                 "rows": rows,
                 "prompts_ms": round(prefill, 2),
                 "step_ms": round(step, 3),
@@ -134,7 +141,7 @@ def main() -> None:
                 "transformers_tokens_per_s": round(rows / theirs * 1e3),
                 "capture_s": round(captured, 2),
             }
-            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.write(json.dumps(figures) + "\n")
             sys.stdout.flush()
 
 

@@ -68,8 +68,8 @@ class Mixed:
                 await infer(message, timeout=_PATIENCE_S)
 
             async def ask_native(number: int) -> None:
-                found = await native.infer("simple", INPUT0=_A, INPUT1=_B)
-                assert (found["OUTPUT0"] == _A + _B).all()
+                result = await native.infer("simple", INPUT0=_A, INPUT1=_B)
+                assert (result["OUTPUT0"] == _A + _B).all()
 
             async def ask_region(number: int) -> None:
                 await native.infer("identity", region)
@@ -91,7 +91,7 @@ class Mixed:
     async def _drive(self, doors: Mapping[str, Ask], rate: float, seconds: float) -> None:
         began = time.perf_counter()
         tasks: set[asyncio.Task[None]] = set()
-        said = began
+        reported_s = began
         for number in range(int(rate * seconds)):
             due = began + number / rate
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
@@ -99,8 +99,8 @@ class Mixed:
                 task = asyncio.create_task(self._ask(door, ask, number, due))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-            if time.perf_counter() - said >= 1.0:
-                said = time.perf_counter()
+            if time.perf_counter() - reported_s >= 1.0:
+                reported_s = time.perf_counter()
                 self._say()
         await asyncio.gather(*tasks)
         self._say()
@@ -114,7 +114,9 @@ class Mixed:
         self._ended.setdefault(door, []).append((time.perf_counter() - due) * 1e3)
 
     def _say(self) -> None:
-        latencies = {door: [round(ms, 2) for ms in found] for door, found in self._ended.items()}
+        latencies = {
+            door: [round(ms, 2) for ms in times_ms] for door, times_ms in self._ended.items()
+        }
         print(json.dumps({"ms": latencies, "failed": self._failed}), flush=True)
         self._ended, self._failed = {}, []
 

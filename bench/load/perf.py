@@ -73,9 +73,9 @@ def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[st
         command += ["--concurrency-range", str(load.in_flight), *load.flags]
         command += ["--measurement-mode", "time_windows", "-p", str(window_ms)]
         command += ["-r", str(_WINDOWS), "-s", _ANY_DEVIATION, "-f", str(report)]
-        said = _run(command, analyzer, seconds + _GRACE_S)
+        output = _run(command, analyzer, seconds + _GRACE_S)
         if not report.exists():
-            raise LoadFailed(f"perf_analyzer wrote no report: {said}")
+            raise LoadFailed(f"perf_analyzer wrote no report: {output}")
         return parse(report.read_text())
 
 
@@ -98,14 +98,14 @@ def _run(command: list[str], analyzer: Analyzer, timeout_s: float) -> str:
         text=True,
     )
     try:
-        said = process.communicate(timeout=timeout_s)[0]
+        output = process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
         raise LoadFailed(f"perf_analyzer did not end within {timeout_s:.0f} s") from None
     finally:
         _end(process)
     if process.returncode != 0:
-        raise LoadFailed(f"perf_analyzer ended with {process.returncode}: {said.strip()[-600:]}")
-    return said.strip()[-600:]
+        raise LoadFailed(f"perf_analyzer ended with {process.returncode}: {output.strip()[-600:]}")
+    return output.strip()[-600:]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -150,7 +150,7 @@ def ours(*arguments: object, seconds: float) -> dict[str, Any]:
             raise LoadFailed("shmserve perf did not end in time") from None
         if done.returncode != 0:
             raise LoadFailed(f"shmserve perf failed: {done.stderr.strip()[-600:]}")
-        found: dict[str, Any] = json.loads(report.read_text())["points"][0]
-    if found["errors"]:
-        raise LoadFailed(f"{found['errors']} requests failed: {found['error']}")
-    return found
+        point: dict[str, Any] = json.loads(report.read_text())["points"][0]
+    if point["errors"]:
+        raise LoadFailed(f"{point['errors']} requests failed: {point['error']}")
+    return point

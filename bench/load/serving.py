@@ -190,14 +190,14 @@ def tight(rounds: int) -> dict[str, Any]:
             served.add(prompt())
         return served.run()
 
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for rows in (32, 64):
         needed = rows * (PROMPT + NEW) // 16
         quarter, plenty = (
             functools.partial(load, rows, each) for each in (needed // 4, 2 * needed)
         )
-        found[f"time_{rows}"] = ratio(quarter, plenty, rounds)
-    return found
+        figures[f"time_{rows}"] = ratio(quarter, plenty, rounds)
+    return figures
 
 
 def prefix(rounds: int) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def _pair(agrees: bool) -> tuple[Transformer, Transformer]:
     The output of the model depends mostly on the first 128 dimensions of its embeddings. The draft
     model has the same dimensions if it `agrees`, and other dimensions otherwise.
     """
-    made = config(**SIZES)
-    drawn = weights(made, seed=1)
+    architecture = config(**SIZES)
+    drawn = weights(architecture, seed=1)
     small = weights(config(**DRAFT), seed=2)
     size = DRAFT["hidden_size"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
@@ -335,8 +335,8 @@ def main() -> None:
         text = topics if asked.text is None else asked.text.read_text(encoding="utf-8")
         cases = [("trained", functools.partial(trained, asked.trained, text))]
     for name, case in cases:
-        found = {"case": name, **case(asked.rounds)}
-        sys.stdout.write(json.dumps(found) + "\n")
+        figures = {"case": name, **case(asked.rounds)}
+        sys.stdout.write(json.dumps(figures) + "\n")
         sys.stdout.flush()
 
 

@@ -50,7 +50,7 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
         LoadFailed: A request failed.
         OSError: The server cannot be reached.
     """
-    found: list[float] = []
+    times_s: list[float] = []
     connections: dict[int, _Connection] = {}
     poll = select.epoll()
     try:
@@ -74,14 +74,14 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
                     poll.modify(descriptor, select.EPOLLIN)
                 if event & ~select.EPOLLOUT and connection.receive():
                     now = time.perf_counter()
-                    found.append(now - connection.began)
+                    times_s.append(now - connection.began)
                     connection.unsent, connection.received = memoryview(request), b""
                     connection.began = now
                     if now >= ends:
                         active -= 1
                     elif connection.send():
                         poll.modify(descriptor, select.EPOLLIN | select.EPOLLOUT)
-        return found
+        return times_s
     finally:
         poll.close()
         for connection in connections.values():

@@ -72,9 +72,9 @@ def _shared_memory(model: str) -> bytes:
 
 
 def _image(parameters: dict[str, object], tensor: bytes = b"") -> bytes:
-    given = {"name": "image", "datatype": "FP32", "shape": [1, 3, 224, 224]}
+    image_input = {"name": "image", "datatype": "FP32", "shape": [1, 3, 224, 224]}
     outputs = [{"name": "output", "parameters": {"binary_data": True}}]
-    inputs = [{**given, "parameters": parameters}]
+    inputs = [{**image_input, "parameters": parameters}]
     head = json.dumps({"inputs": inputs, "outputs": outputs}).encode()
     header = f"Inference-Header-Content-Length: {len(head)}\r\n"
     return post("/v2/models/image/infer", head + tensor, header)
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
     write_network(_CACHE / "network.onnx")
     names = options.only or list(PEERS)
     installed = {name: install(name) for name in names}
-    found: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
+    figures: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for number in range(options.rounds):
         for name in names:
             for model in ("simple", "image"):
@@ -129,9 +129,9 @@ def main(arguments: list[str]) -> int:
                     load = f"load {os.getloadavg()[0]:.1f}"
                     print(f"round {number + 1}: {name}, {model} ({load})", file=sys.stderr)
                     with contextlib.suppress(ServerFailed):
-                        found[model, name].append(measure(name, model, options.seconds))
-    report(found, installed)
-    return int(any(len(rows) < options.rounds for rows in found.values()))
+                        figures[model, name].append(measure(name, model, options.seconds))
+    report(figures, installed)
+    return int(any(len(rows) < options.rounds for rows in figures.values()))
 
 
 def install(name: str) -> tuple[float, float]:
@@ -169,15 +169,15 @@ def measure(name: str, model: str, seconds: float) -> list[float]:
     """Return memory in MB, and for each concurrency rate, p50 and p99 in ms and CPU time in us."""
     request = PEERS[name].request(model)
     with running(name, model, request) as (root, port):
-        found = []
+        figures = []
         for in_flight in _IN_FLIGHT:
             latencies(port, request, in_flight, _WARM_UP_S)
             before, began = processes.cpu_s(root), time.perf_counter()
             each = latencies(port, request, in_flight, seconds)
             rate = len(each) / (time.perf_counter() - began)
             cpu_us = (processes.cpu_s(root) - before) / len(each) * 1e6
-            found += [rate, *np.percentile(each, [50, 99]) * 1e3, cpu_us]
-        return [processes.pss_mb(root), *found]
+            figures += [rate, *np.percentile(each, [50, 99]) * 1e3, cpu_us]
+        return [processes.pss_mb(root), *figures]
 
 
 @contextlib.contextmanager
@@ -243,13 +243,13 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
 
 
 def report(
-    found: dict[tuple[str, str], list[list[float]]], installed: dict[str, tuple[float, float]]
+    figures: dict[tuple[str, str], list[list[float]]], installed: dict[str, tuple[float, float]]
 ) -> None:
     """Print a Markdown table for each model, and the installation figures."""
     for model, title in (("simple", "Two arrays of 16 numbers"), ("image", "An image of 600 KB")):
         print(f"\n| {title} | 1 in flight: p50, p99 in ms | 16 in flight: requests/s |", end="")
         print(" p50, p99 in ms | CPU per request in us | memory in MB |\n|---|---|---|---|---|---|")
-        for (measured, name), rounds in found.items():
+        for (measured, name), rounds in figures.items():
             if measured == model:
                 memory, _, p50, p99, _, rate, p50s, p99s, cpu = map(
                     statistics.median, zip(*rounds, strict=True)
@@ -282,8 +282,10 @@ def write_network(path: Path) -> None:
         helper.make_node("Flatten", ["p"], ["f"]),
         helper.make_node("MatMul", ["f", "w3"], ["output"]),
     ]
-    given = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, 224, 224])
+    tensor_value_info = helper.make_tensor_value_info(
+        "image", TensorProto.FLOAT, ["n", 3, 224, 224]
+    )
     result = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["n", 10])
-    graph = helper.make_graph(nodes, "network", [given], [result], weights)
+    graph = helper.make_graph(nodes, "network", [tensor_value_info], [result], weights)
     opset = [helper.make_opsetid("", 17)]
     save_model(helper.make_model(graph, opset_imports=opset, ir_version=8), path)

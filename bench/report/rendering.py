@@ -37,10 +37,12 @@ def render(results: Results) -> str:
 def compare(before: Results, after: Results) -> str:
     """Return the figures of both results and their ratios to Triton, as text."""
     head = ("case", "unit", "A", "B", "B / A", "", "A / Triton", "B / Triton")
-    known = {row.figure.name: row for row in before.rows}
-    rows = [_change(known[r.figure.name], r) for r in after.rows if r.figure.name in known]
+    rows_before = {row.figure.name: row for row in before.rows}
+    rows = [
+        _change(rows_before[r.figure.name], r) for r in after.rows if r.figure.name in rows_before
+    ]
     parts = [f"A: {_origin(before)}\nB: {_origin(after)}", table(head, rows)]
-    alone = known.keys() ^ {row.figure.name for row in after.rows}
+    alone = rows_before.keys() ^ {row.figure.name for row in after.rows}
     if alone:
         parts.append("only in one of them: " + ", ".join(sorted(alone)))
     return "\n\n".join(parts) + "\n"
@@ -82,10 +84,12 @@ def _bound(figure: Figure, value: float | None) -> str:
     return f"{'>=' if figure.better == 'higher' else '<='} {value:g}"
 
 
-def _span(found: Spread | None) -> str:
-    if found is None:
+def _span(spread_value: Spread | None) -> str:
+    if spread_value is None:
         return "-"
-    return f"{number(found.median)} [{number(found.low)} .. {number(found.high)}]"
+    return (
+        f"{number(spread_value.median)} [{number(spread_value.low)} .. {number(spread_value.high)}]"
+    )
 
 
 def number(value: float) -> str:
@@ -133,7 +137,10 @@ def _change(before: Row, after: Row) -> tuple[str, ...]:
     whose = MACHINE if MACHINE in after.samples else US
     old, new = before.of(whose), after.of(whose)
     ratio = number(new.median / old.median) if old and new and old.median else "-"
-    versus = [f"{found.median:.2f}" if found else "-" for found in (before.ratio(), after.ratio())]
+    versus = [
+        f"{spread_of_ratio.median:.2f}" if spread_of_ratio else "-"
+        for spread_of_ratio in (before.ratio(), after.ratio())
+    ]
     return (
         after.figure.title,
         after.figure.unit,

@@ -79,13 +79,13 @@ class Row:
     def verdict(self) -> str:
         """Return `aim`, `must` or `BELOW`, or "" without a target or a measurement."""
         target = self.figure.target
-        held = self.ratio() if target.of == "ratio" else self.of(US)
-        if target.of == "nothing" or held is None:
+        measured = self.ratio() if target.of == "ratio" else self.of(US)
+        if target.of == "nothing" or measured is None:
             return ""
         sign = 1 if self.figure.better == "higher" else -1
-        if target.aim is not None and sign * held.median >= sign * target.aim:
+        if target.aim is not None and sign * measured.median >= sign * target.aim:
             return "aim"
-        reached = target.must is not None and sign * held.median >= sign * target.must
+        reached = target.must is not None and sign * measured.median >= sign * target.must
         return "must" if reached else "BELOW"
 
 
@@ -120,15 +120,15 @@ class Results:
 def load(path: Path) -> Results:
     """Read the results that `save` wrote. Raises OSError, or ValueError for another file."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        rows = [_row(row) for row in found.pop("rows")]
-        not_run = [NotRun(**item) for item in found.pop("not_run")]
-        return Results(**found, rows=rows, not_run=not_run)
+        document: dict[str, Any] = json.loads(path.read_text())
+        rows = [_row(row) for row in document.pop("rows")]
+        not_run = [NotRun(**item) for item in document.pop("not_run")]
+        return Results(**document, rows=rows, not_run=not_run)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of this benchmark: {error}") from error
 
 
-def _row(found: dict[str, Any]) -> Row:
-    figure = found.pop("figure")
+def _row(fields: dict[str, Any]) -> Row:
+    figure = fields.pop("figure")
     target = Target(**figure.pop("target"))
-    return Row(Figure(**figure, target=target), **found)
+    return Row(Figure(**figure, target=target), **fields)

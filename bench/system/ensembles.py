@@ -80,9 +80,11 @@ def _model(
 def _ensemble(folder: Path, name: str, elements: int, steps: Maps) -> None:
     (folder / name / "1").mkdir(parents=True)
     written = []
-    for model, given, made in steps:
-        maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in given.items()]
-        maps += [f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in made.items()]
+    for model, inputs, outputs in steps:
+        maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in inputs.items()]
+        maps += [
+            f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in outputs.items()
+        ]
         written.append(f'{{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}')
     (folder / name / "config.pbtxt").write_text(
         f'name: "{name}" platform: "ensemble" max_batch_size: 0\n'

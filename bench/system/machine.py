@@ -30,15 +30,15 @@ def describe() -> dict[str, str | float]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, this checkout and the packages on the hot path."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     if commit := _commit():
-        found["commit"] = commit
-    return found
+        result["commit"] = commit
+    return result
 
 
 def _processor() -> str:

@@ -77,18 +77,20 @@ def find_triton(folder: Path) -> TritonFiles:
 
 def find_analyzer(folder: Path) -> Analyzer:
     """Return the perf_analyzer in `folder`; raise Missing if it is incomplete."""
-    found = Analyzer(folder / "perf_analyzer", folder / "lib", "")
-    if not found.binary.exists():
+    analyzer = Analyzer(folder / "perf_analyzer", folder / "lib", "")
+    if not analyzer.binary.exists():
         raise Missing(f"no perf_analyzer in {folder}: run `bench/peer_setup.sh {folder}` once")
     asked = subprocess.run(
-        [found.binary, "--version"],
-        env=found.environment(),
+        [analyzer.binary, "--version"],
+        env=analyzer.environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-    said = (asked.stdout + asked.stderr).strip()
-    if asked.returncode != 0 or not said:
-        hint = " (Debian: apt-get install libb64-0d)" if "libb64" in said else ""
-        raise Missing(f"perf_analyzer does not run: {said[-300:]}{hint}")
-    return Analyzer(found.binary, found.libraries, said.removeprefix("Perf Analyzer Version "))
+    output = (asked.stdout + asked.stderr).strip()
+    if asked.returncode != 0 or not output:
+        hint = " (Debian: apt-get install libb64-0d)" if "libb64" in output else ""
+        raise Missing(f"perf_analyzer does not run: {output[-300:]}{hint}")
+    return Analyzer(
+        analyzer.binary, analyzer.libraries, output.removeprefix("Perf Analyzer Version ")
+    )

@@ -40,10 +40,10 @@ def _read(pid: int) -> Process | None:
 def tree(root: int) -> list[Process]:
     """Return `root`, its descendants, and the other processes of its session."""
     everyone = [p for p in map(_read, _pids()) if p is not None]
-    found = {p.pid: p for p in everyone if p.pid == root or p.session == root}
-    while more := [p for p in everyone if p.parent in found and p.pid not in found]:
-        found.update({p.pid: p for p in more})
-    return list(found.values())
+    members = {p.pid: p for p in everyone if p.pid == root or p.session == root}
+    while more := [p for p in everyone if p.parent in members and p.pid not in members]:
+        members.update({p.pid: p for p in more})
+    return list(members.values())
 
 
 def cpu_s(root: int) -> float:

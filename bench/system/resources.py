@@ -54,12 +54,12 @@ def sample(root: int) -> Sample:
 
 def _established() -> set[str]:
     """Return the established TCP connections, which are those of the clients."""
-    found = set()
+    sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             rows = (row.split() for row in Path(table).read_text().splitlines()[1:])
-            found |= {f"socket:[{row[9]}]" for row in rows if row[3] == _ESTABLISHED}
-    return found
+            sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == _ESTABLISHED}
+    return sockets
 
 
 def _counts(fd: os.DirEntry[str], established: set[str]) -> bool:

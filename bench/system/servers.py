@@ -220,8 +220,8 @@ def _stop(server: Server, notes: list[str]) -> None:
             server.process.kill()
     server.process.wait()
     if not processes.wait_exited(members, _ORPHANS_S):
-        left = processes.signal_all(members, signal.SIGKILL)
-        notes.append(f"{server.name} left {len(left)} processes behind: killed")
+        survivors = processes.signal_all(members, signal.SIGKILL)
+        notes.append(f"{server.name} left {len(survivors)} processes behind: killed")
     for path in named:
         if path.exists():
             notes.append(f"{server.name} left {path} behind: removed")

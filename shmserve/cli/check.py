@@ -124,7 +124,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
     """Load and test all models, print a line for each, and return the exit status."""
     with supervisor.progress:
         await supervisor.models.start()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     unused = set(values)
     rows = await supervisor.models.index(ready=False)
     for row in rows:
@@ -144,21 +144,21 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
         text = verdict.text.rstrip("; \n")
         times = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}
-        found.append({"model": name, **times, "message": text})
+        results.append({"model": name, **times, "message": text})
         if not as_json:
             shown = text or f"one batch in {seconds * 1e3:.1f} ms"
             lines = shown.replace("\n", "\n" + " " * 8)
             print(f"{name:<32} {verdict.outcome:<7} {lines}", flush=True)
-    status = max((_STATUSES[each["outcome"]] for each in found), default=2)
+    status = max((_STATUSES[each["outcome"]] for each in results), default=2)
     notes = [] if rows else ["no model found"]
     notes += [f"--input: no loaded model has an input '{name}'" for name in sorted(unused)]
-    counts = {key: sum(each["outcome"] == key for each in found) for key in _STATUSES}
+    counts = {key: sum(each["outcome"] == key for each in results) for key in _STATUSES}
     if as_json:
-        print(json.dumps({"models": found, "summary": counts, "notes": notes}), flush=True)
+        print(json.dumps({"models": results, "summary": counts, "notes": notes}), flush=True)
     else:
-        if len(found) > 1:
+        if len(results) > 1:
             summary = ", ".join(f"{count} {key}" for key, count in counts.items() if count)
-            notes.append(f"{len(found)} models: {summary}")
+            notes.append(f"{len(results)} models: {summary}")
         for note in notes:
             print(note, flush=True)
     return 2 if unused else status
@@ -220,9 +220,9 @@ class _Model:
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
-        given = bool(self._samples or self._values)
-        outcome = "FAILED" if given else "refused"
-        made_up = "" if given else _MADE_UP if inputs else _NO_INPUTS
+        is_realistic = bool(self._samples or self._values)
+        outcome = "FAILED" if is_realistic else "refused"
+        made_up = "" if is_realistic else _MADE_UP if inputs else _NO_INPUTS
         try:
             dealer.send(
                 Submit(
@@ -261,17 +261,17 @@ class _Model:
     def _misfit(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
-        given = {tensor.name: tensor for tensor in response.outputs}
+        returned = {tensor.name: tensor for tensor in response.outputs}
         free = {name for each in config.batch_output for name in each.target_name}
         # Responses of decoupled models and of ensembles with conditional steps may lack outputs.
-        whole = not (config.decoupled and given)
+        whole = not (config.decoupled and returned)
         whole &= not any(name.startswith("step[") for name in config.parameters)
         wrong = []
         for name, spec in self.signature.outputs.items():
             expected_shape = (
                 (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
             )
-            tensor = given.get(name)
+            tensor = returned.get(name)
             configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_shape)}"
             if tensor is None:
                 wrong += [(name, configured, "missing")] if whole else []

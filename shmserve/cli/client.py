@@ -53,8 +53,8 @@ def _infer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request given on the command line. Raises InvalidArgument or TransportError."""
-    given = [split_input(text) for text in args.input]
-    values = [(name, load(name, value)) for name, value in given]
+    named_values = [split_input(text) for text in args.input]
+    values = [(name, load(name, value)) for name, value in named_values]
     model = transport.inputs(args.model, args.model_version)
     inputs = []
     for name, value in values:
@@ -78,8 +78,8 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
 
 def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
     """Call the transport's operation for a verb, and return the objects to print."""
-    given = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
-    answer = getattr(server, name)(*given)
+    arguments = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
+    answer = getattr(server, name)(*arguments)
     if name == "ready":
         return [{"ready": True}]
     if answer is None:
@@ -161,8 +161,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
     if not name:
         if "--help" in rest or "-h" in rest:
             return "", None
-        found = f", not '{rest[0]}'" if rest else ""
-        raise InvalidArgument(f"client: a verb is required: {', '.join(VERBS)}{found}")
+        hint = f", not '{rest[0]}'" if rest else ""
+        raise InvalidArgument(f"client: a verb is required: {', '.join(VERBS)}{hint}")
     rest.remove(name)
     parser = _Parser(
         prog=f"shmserve client {name}",

@@ -65,12 +65,12 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
 def text(name: str, verdict: Verdict) -> str:
     """Return a verdict in lines of 80 columns, which only a longer command exceeds (pure)."""
     first = f"{verdict.state:8}{name:16}"
-    found, fix = (
+    facts, fix = (
         "".join(c if c.isprintable() else " " for c in part)
         for part in (verdict.found, verdict.fix)
     )
     width = _WIDTH - len(first)
-    lines = textwrap.wrap(found, width, break_on_hyphens=False, break_long_words=False) or [""]
+    lines = textwrap.wrap(facts, width, break_on_hyphens=False, break_long_words=False) or [""]
     shown = [first + lines[0], *(" " * len(first) + line for line in lines[1:])]
     start, line = f"{'->':>{len(first) - 1}} ", ""
     for clause in filter(None, _CLAUSE.split(fix)):

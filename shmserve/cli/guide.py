@@ -80,14 +80,14 @@ def search(words: str) -> str:
     Raises:
         InvalidArgument: No section has all words.
     """
-    wanted = words.lower().split()
-    singular = [re.escape(word.removesuffix("s")) for word in wanted]
+    prefixes = words.lower().split()
+    singular = [re.escape(word.removesuffix("s")) for word in prefixes]
     starts = [
         re.compile(rf"(?<![a-z])({re.escape(word)}|{one}(?![a-z]))")
-        for word, one in zip(wanted, singular, strict=True)
+        for word, one in zip(prefixes, singular, strict=True)
     ]
     whole = [re.compile(rf"(?<![a-z]){one}s?(?![a-z])") for one in singular]
-    found: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
+    ranked_sections: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
     for topic, text in _pages().items():
         rank = 2 if topic in _LAST else topic in _GENERATED
         for section in _sections(text()):
@@ -101,10 +101,10 @@ def search(words: str) -> str:
             phrase = words.lower() in section.lower()
             is_page = topic == words.lower() and section.startswith("# ")
             order = (rank, not in_title, not is_page, not phrase, -sum(matches))
-            found.append((order, "\n".join(shown)))
-    if not found:
+            ranked_sections.append((order, "\n".join(shown)))
+    if not ranked_sections:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
-    return "\n".join(text for _, text in sorted(found, key=lambda each: each[0]))
+    return "\n".join(text for _, text in sorted(ranked_sections, key=lambda each: each[0]))
 
 
 def _sections(text: str) -> Iterator[str]:
@@ -129,11 +129,11 @@ def client_reference() -> str:
     errors = [each for each in public.values() if _is_a(each, ShmserveError)]
     documented = [each for each in public.values() if each not in errors]
     lines = ["# The client: shmserve.client", ""]
-    for thing in sorted(documented, key=inspect.isclass):
-        lines += _described(client, thing)
+    for member in sorted(documented, key=inspect.isclass):
+        lines += _described(client, member)
     lines += ["# For asyncio: shmserve.client.aio", ""]
-    for thing in (aio.connect, aio.Server, aio.ResponseStream):
-        lines += _described(aio, thing)
+    for member in (aio.connect, aio.Server, aio.ResponseStream):
+        lines += _described(aio, member)
     lines += ["# Errors", "", "All are ShmserveError, and have `code`, `status` and `message`.", ""]
     for error in errors:
         parents = ", ".join(base.__name__ for base in error.__bases__)
@@ -142,15 +142,20 @@ def client_reference() -> str:
     return "\n".join(lines)
 
 
-def _described(module: ModuleType, thing: Any) -> Iterator[str]:
+def _described(module: ModuleType, documented: Any) -> Iterator[str]:
     module_name = module.__name__
-    if not inspect.isclass(thing):
-        yield from _function(f"{module_name}.{thing.__name__}", thing)
+    if not inspect.isclass(documented):
+        yield from _function(f"{module_name}.{documented.__name__}", documented)
         return
-    yield from (f"## {module_name}.{thing.__name__}", "", *_indented(inspect.getdoc(thing)), "")
-    for name, member in vars(thing).items():
+    yield from (
+        f"## {module_name}.{documented.__name__}",
+        "",
+        *_indented(inspect.getdoc(documented)),
+        "",
+    )
+    for name, member in vars(documented).items():
         if not name.startswith("_") and name not in _INTERNAL:
-            yield from _function(f"{thing.__name__}.{name}", member)
+            yield from _function(f"{documented.__name__}.{name}", member)
 
 
 def _function(name: str, function: Any) -> Iterator[str]:
@@ -167,8 +172,8 @@ def _indented(text: str | None) -> list[str]:
     return [f"    {line}".rstrip() for line in (text or "").splitlines()]
 
 
-def _is_a(thing: Any, kind: type) -> bool:
-    return inspect.isclass(thing) and issubclass(thing, kind)
+def _is_a(value: Any, kind: type) -> bool:
+    return inspect.isclass(value) and issubclass(value, kind)
 
 
 def flags_reference() -> str:

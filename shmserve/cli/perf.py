@@ -45,23 +45,23 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))
         target = targets.target(args, poller, stack)
-        found: list[measure.Point] = []
+        points: list[measure.Point] = []
         try:
             for value in values:
-                found.append(_measured(args, plan, poller, target, kind, value))
-                if interrupted := found[-1].interrupted:
+                points.append(_measured(args, plan, poller, target, kind, value))
+                if interrupted := points[-1].interrupted:
                     break
         except KeyboardInterrupt:  # the interrupt arrived between two loads
             interrupted = True
-    if not found:
+    if not points:
         return 130
-    print(f"{args.model} at {target.where}\n{report.table(found)}")
+    print(f"{args.model} at {target.where}\n{report.table(points)}")
     if old is not None:
-        print(f"\n{report.comparison(old, found)}")
-    _write(args, target.where, found)
+        print(f"\n{report.comparison(old, points)}")
+    _write(args, target.where, points)
     if interrupted:
         return 130
-    return 0 if all(point.requests for point in found) else 1
+    return 0 if all(point.requests for point in points) else 1
 
 
 def _loads(args: argparse.Namespace) -> tuple[str, list[float]]:
@@ -100,12 +100,12 @@ def _measured(
     requests = target.requests(slots)
     load = LoadGenerator(poller, target.door, requests, slots, due, args.patience)
     with contextlib.closing(load):
-        found = measure.measured(load, plan, kind, value, target.streams, target.statistics)
-    print(f"{found.name}: {found.per_second:,.1f} requests/s", file=sys.stderr)
-    return found
+        point = measure.measured(load, plan, kind, value, target.streams, target.statistics)
+    print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
+    return point
 
 
-def _write(args: argparse.Namespace, where: str, found: Sequence[measure.Point]) -> None:
+def _write(args: argparse.Namespace, where: str, points: Sequence[measure.Point]) -> None:
     about = {
         "model": args.model,
         "server": where,
@@ -114,12 +114,12 @@ def _write(args: argparse.Namespace, where: str, found: Sequence[measure.Point])
         "machine": {"processor": platform.machine(), "system": platform.platform()},
         "settings": {key: value for key, value in vars(args).items() if key != "header"},
     }
-    made: dict[str, Callable[[], str]] = {
-        "json": lambda: report.document(about, found),
-        "csv": lambda: report.rows(found),
-        "plot": lambda: report.draw(f"{args.model} at {where}", found),
+    writers: dict[str, Callable[[], str]] = {
+        "json": lambda: report.document(about, points),
+        "csv": lambda: report.rows(points),
+        "plot": lambda: report.draw(f"{args.model} at {where}", points),
     }
-    for flag, text in made.items():
+    for flag, text in writers.items():
         path = getattr(args, flag)
         if path:
             write_file(flag, path, text())

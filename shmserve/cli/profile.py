@@ -77,8 +77,8 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
     while (remaining_s := began + seconds - last_at) > 0:
         time.sleep(min(1.0, remaining_s))
         now, now_at = _scrape(url, token, model), time.monotonic()
-        made = now["tokens_generated_total"] - last["tokens_generated_total"]
-        throughput.append(made / (now_at - last_at))
+        generated = now["tokens_generated_total"] - last["tokens_generated_total"]
+        throughput.append(generated / (now_at - last_at))
         last, last_at = now, now_at
 
     def grown(name: str) -> float:
@@ -104,17 +104,17 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
             page = response.read().decode()
     except (OSError, ValueError) as error:
         raise Unavailable(f"{url}: {error}") from None
-    found: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples if family.name.startswith(_PREFIX) else ():
             if sample.labels.get("model") == model and "le" not in sample.labels:
                 name = sample.name.removeprefix(_PREFIX)
                 phase = sample.labels.get("phase")
                 name = f"{name}.{phase}" if phase else name
-                found[name] = found.get(name, 0.0) + sample.value
-    if not found:
+                samples[name] = samples.get(name, 0.0) + sample.value
+    if not samples:
         raise InvalidArgument(f"{url} shows no model '{model}' that generates text")
-    return found
+    return samples
 
 
 def table(model: str, profile: Profile) -> str:

@@ -263,16 +263,16 @@ def details(row: Row) -> Iterator[tuple[str, str]]:
         yield "cache", _counts(hits | row["cache"])
     if row.get("steps"):
         yield "steps", "  ".join(row["steps"])
-    for name, found in row.get("generation", {}).items():
-        yield name, _counts(found) if isinstance(found, dict) else _short(found)
+    for name, value in row.get("generation", {}).items():
+        yield name, _counts(value) if isinstance(value, dict) else _short(value)
     if "tokens_rate" in recent:
         yield "tokens/s", _short(recent["tokens_rate"])
         yield "first token ms", _quantiles(recent["first_token_ms"])
         yield "next token ms", _quantiles(recent["inter_token_ms"])
 
 
-def _quantiles(found: list[float] | None) -> str:
-    return _counts(dict(zip(("p50", "p90", "p99"), found or (), strict=False)))
+def _quantiles(quantiles: list[float] | None) -> str:
+    return _counts(dict(zip(("p50", "p90", "p99"), quantiles or (), strict=False)))
 
 
 def _counts(counts: dict[str, float]) -> str:
@@ -287,14 +287,14 @@ def _line(text: Text) -> Text:
 def _number(row: Row, key: str) -> float:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (0.0, 0.0, 0.0)
-    found = {
+    figures = {
         "rate": recent.get("rate"),
         "fail": recent.get("fail_rate"),
         "batch": recent.get("batch"),
         "p50": ms[0],
         "p99": ms[-1],
     }
-    return float(found.get(key, row.get(key)) or 0)
+    return float(figures.get(key, row.get(key)) or 0)
 
 
 def _cell(row: Row, key: str) -> str:

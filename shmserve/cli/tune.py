@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     target_ms = _milliseconds(args.p99)
     for flag in ("runs", "most_instances", "largest_batch"):
         least = 0 if flag == "largest_batch" else 1
-        found = getattr(args, flag)
-        if found is not None and found < least:
-            raise InvalidArgument(f"--{flag.replace('_', '-')}: {found} is less than {least}")
+        text = getattr(args, flag)
+        if text is not None and text < least:
+            raise InvalidArgument(f"--{flag.replace('_', '-')}: {text} is less than {least}")
     if args.openai:
         raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _milliseconds(text: str) -> float:
-    found = _TIME.fullmatch(text)
-    value = float(found[1]) * _MS[found[2] or "ms"] if found else 0.0
+    match = _TIME.fullmatch(text)
+    value = float(match[1]) * _MS[match[2] or "ms"] if match else 0.0
     if not value:
         raise InvalidArgument(f"--p99: '{text}' is not a time (30ms, 1.5s, 800us)")
     return value
@@ -145,8 +145,8 @@ class _Runs:
         """
         self.count += 1
         try:
-            made = search.configured(self.config, candidate, self.target_ms)
-            self.server.load(self.args.model, made)
+            config = search.configured(self.config, candidate, self.target_ms)
+            self.server.load(self.args.model, config)
         except TransportError as error:
             if self.count == 1:
                 raise

@@ -360,10 +360,10 @@ class Server:
         Raises:
             ShmserveError: The error of a request, as for `infer`.
         """
-        given = _each(inputs)
+        input_iterator = _each(inputs)
         waiting: deque[asyncio.Task[Result]] = deque()
         try:
-            async for each in given:
+            async for each in input_iterator:
                 call = self.infer(model, each, outputs=outputs, version=version, timeout=timeout)
                 waiting.append(asyncio.ensure_future(call))
                 if len(waiting) >= in_flight:
@@ -445,8 +445,8 @@ class Server:
             Unavailable: The server does not listen for HTTP.
         """
         path = model_path(model, version)
-        found: dict[str, Any] = await asyncio.to_thread(self._session.control, "GET", path)
-        return found
+        model_metadata: dict[str, Any] = await asyncio.to_thread(self._session.control, "GET", path)
+        return model_metadata
 
     async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return the statistics of each version of one model, or of all models.

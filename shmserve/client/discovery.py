@@ -35,8 +35,8 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
             raise _ended(path)
         return path
     usual = endpoints.usual_run_directory(os.environ)
-    found = list(_candidates(usual))
-    running = [path for path in found if _is_locked(path)]
+    run_dirs = list(_candidates(usual))
+    running = [path for path in run_dirs if _is_locked(path)]
     if latest in running:
         return latest
     if len(running) > 1:
@@ -47,7 +47,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         )
     if running:
         return running[0]
-    if usual in found:
+    if usual in run_dirs:
         raise _ended(usual)
     if os.path.lexists(usual):
         raise InvalidArgument(f"{usual} belongs to another user; name it explicitly to use it")

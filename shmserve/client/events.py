@@ -104,19 +104,19 @@ class EventReader:
 
     def snapshot(self) -> list[ReceivedEvent]:
         """Return the current state, which includes all earlier events. Raises Disconnected."""
-        mine = SNAPSHOT + secrets.token_hex(8)
-        self._socket.subscribe(mine)
+        snapshot_topic = SNAPSHOT + secrets.token_hex(8)
+        self._socket.subscribe(snapshot_topic)
         try:
             while True:
                 arrived = self._next(_ANSWER_WITHIN_MS)
                 if arrived is None:
                     raise Disconnected("the server did not send its state in time")
                 topic, header, events = arrived
-                if topic == mine:
+                if topic == snapshot_topic:
                     return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]
                 self._gaps.before(topic, header.sequence)
         finally:
-            self._socket.unsubscribe(mine)
+            self._socket.unsubscribe(snapshot_topic)
 
     def follow(self) -> Iterator[ReceivedEvent]:
         """Yield events as they occur. Raises Disconnected when the server has exited.

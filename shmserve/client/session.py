@@ -91,9 +91,9 @@ def takes(
 
     def declared(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        taken = inspect.signature(described)
-        method.__signature__ = taken.replace(  # type: ignore[attr-defined]
-            parameters=[itself, *taken.parameters.values()],
+        signature = inspect.signature(described)
+        method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *signature.parameters.values()],
             return_annotation=inspect.signature(method).return_annotation,
         )
         return method
@@ -105,8 +105,8 @@ def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
     """Raise InvalidArgument if an input is unknown; the message has the nearest name."""
     model_inputs = model.signature.inputs
     # A region contains outputs, too, so only a mapping is checked.
-    given = isinstance(inputs, Mapping) and not isinstance(inputs, Region)
-    for name in inputs if given else ():
+    is_mapping = isinstance(inputs, Mapping) and not isinstance(inputs, Region)
+    for name in inputs if is_mapping else ():
         if name not in model_inputs:
             near = suggestion(str(name), [*model_inputs, *(_OPTIONS if by_keyword else ())])
             raise InvalidArgument(
@@ -224,16 +224,16 @@ class Session:
                 raise Disconnected("this client is closed")
             if self._connection is not old:
                 return self._connection
-            made = self._connect()
+            connection = self._connect()
             try:
-                self.memories.share_again(made.share)
+                self.memories.share_again(connection.share)
             except BaseException:
-                made.close()
+                connection.close()
                 raise
             # Published only now, when the server knows this client's memory. The old connection
             # ends by itself; waiting for it could deadlock with a future's callback in its thread.
-            self._connection = made
-            return made
+            self._connection = connection
+            return connection
 
     def _share(self, segment: AnySegment) -> None:
         self.connection().share(segment)
@@ -254,18 +254,18 @@ class Session:
         model, inputs, outputs, version, options, tensors = call
         if connection.models.awaits_load(model, version):
             self.load(connection, model, version, options)
-        found = connection.models.resolve(model, version)
-        if found.decoupled and not stream:
-            raise Unsupported(DECOUPLED % found.name)
+        resolved = connection.models.resolve(model, version)
+        if resolved.decoupled and not stream:
+            raise Unsupported(DECOUPLED % resolved.name)
         if inputs is not None and tensors:
             near = suggestion(next(iter(tensors)), _OPTIONS)
             raise InvalidArgument(f"inputs are given as a mapping or by keyword, not both{near}")
         try:
             return prepare(
-                self.memories, found, tensors if inputs is None else inputs, outputs, options
+                self.memories, resolved, tensors if inputs is None else inputs, outputs, options
             )
         except InvalidArgument:
-            _check_names(found, tensors if inputs is None else inputs, inputs is None)
+            _check_names(resolved, tensors if inputs is None else inputs, inputs is None)
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
@@ -293,8 +293,8 @@ class Session:
     def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
         """Return the statistics of each version of the models."""
         path = model_path(model, version, "stats") if model else "/v2/models/stats"
-        found: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
-        return found
+        entries: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
+        return entries
 
     def control(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request to the HTTP API of this server, and return the decoded body.
@@ -325,13 +325,13 @@ class Session:
         finally:
             connection.close()
         try:
-            found = json.loads(content) if content else None
+            reply = json.loads(content) if content else None
         except ValueError:
-            found = None
+            reply = None
         if response.status >= http.client.BAD_REQUEST:
-            text = found.get("error") if isinstance(found, dict) else None
+            text = reply.get("error") if isinstance(reply, dict) else None
             raise from_status(response.status, text or f"{response.status} {response.reason}")
-        return found
+        return reply
 
     @staticmethod
     def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:

@@ -130,8 +130,10 @@ class Server:
         # Collect several responses per message, so that the server always has work.
         few = max(1, in_flight // 4)
         try:
-            for given in inputs:
-                call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
+            for request_inputs in inputs:
+                call = call_of(
+                    model, request_inputs, outputs=outputs, version=version, timeout=timeout
+                )
                 built = self._session.built(waiter.connection, call)
                 waiting.append(waiter.submit(built))
                 waiter.send(at_least=few)
@@ -338,8 +340,8 @@ class Server:
             NotFound: The server has no such model or version.
             Unavailable: The server does not listen for HTTP.
         """
-        found: dict[str, Any] = self._session.control("GET", model_path(model, version))
-        return found
+        model_metadata: dict[str, Any] = self._session.control("GET", model_path(model, version))
+        return model_metadata
 
     def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return the statistics of each version of one model, or of all models.

@@ -87,34 +87,34 @@ def signature(
     )
 
 
-def items(found: ModelInterface, given: Given) -> list[Item]:
+def items(interface: ModelInterface, options: Given) -> list[Item]:
     """Return the requests that are sent in turn.
 
     Args:
-        found: The model's interface.
-        given: The options of the command line.
+        interface: The model's interface.
+        options: The options of the command line.
 
     Raises:
         InvalidArgument: The data does not fit the model, or a file is invalid.
     """
-    if given.batch > 1 and not found.batches:
+    if options.batch > 1 and not interface.batches:
         raise InvalidArgument(
-            f"--batch: {given.batch} rows, but the model does not support batches"
+            f"--batch: {options.batch} rows, but the model does not support batches"
         )
-    shapes = dict(_shape(text, found) for text in given.shapes)
-    fixed = dict(_value(text, found) for text in given.values)
-    maker = _Maker(found, given, shapes)
-    if given.source in ("random", "zero"):
-        made: Iterable[dict[str, InputTensor]] = [
-            {name: maker.made(name) for name in found.inputs if name not in fixed}
+    shapes = dict(_shape(text, interface) for text in options.shapes)
+    fixed = dict(_value(text, interface) for text in options.values)
+    maker = _Maker(interface, options, shapes)
+    if options.source in ("random", "zero"):
+        requests: Iterable[dict[str, InputTensor]] = [
+            {name: maker.made(name) for name in interface.inputs if name not in fixed}
         ]
     else:
-        path = Path(given.source)
+        path = Path(options.source)
         read = _program if path.suffix == ".py" else _file
-        made = itertools.islice(read(path, maker), _MOST)
-    found_items = [list((each | fixed).values()) for each in made]
+        requests = itertools.islice(read(path, maker), _MOST)
+    found_items = [list((each | fixed).values()) for each in requests]
     if not found_items:
-        raise InvalidArgument(f"--data: '{given.source}' has no request")
+        raise InvalidArgument(f"--data: '{options.source}' has no request")
     return found_items
 
 
@@ -129,11 +129,11 @@ class _Maker:
         """Return an input of the model; raise InvalidArgument."""
         return input_named(name, self.model.inputs)
 
-    def shape(self, name: str, given: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return the shape of an input as sent; `given` is the shape of a row, if known."""
+    def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the shape of an input as sent; `row_shape` is the shape of a row, if known."""
         tensor = self.tensor(name)
         row = tensor.shape[1:] if self.model.batches else tensor.shape
-        row = self.shapes.get(name, row) if given is None else tuple(given)
+        row = self.shapes.get(name, row) if row_shape is None else tuple(row_shape)
         if -1 in row:
             dims = ",".join(map(str, row))
             raise InvalidArgument(
@@ -217,13 +217,13 @@ def entries(path: Path) -> list[Any]:
     try:
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"--data: '{path}' is not JSON: {error}") from None
-    found = found.get("data", [found]) if isinstance(found, dict) else found
-    if not isinstance(found, list):
+    document = document.get("data", [document]) if isinstance(document, dict) else document
+    if not isinstance(document, list):
         raise InvalidArgument(f"--data: '{path}' has no list of requests")
-    return [each for entry in found for each in (entry if isinstance(entry, list) else [entry])]
+    return [each for entry in document for each in (entry if isinstance(entry, list) else [entry])]
 
 
 def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
@@ -267,12 +267,12 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
             raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
 
 
-def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str, int]:
+def output_sizes(interface: ModelInterface, batch: int, otherwise: int) -> dict[str, int]:
     """Return the bytes of each output of a request; `otherwise` for variable sizes."""
     sizes = {}
-    for name, (datatype, dims) in found.outputs.items():
+    for name, (datatype, dims) in interface.outputs.items():
         fixed = ITEM_SIZE[datatype] and -1 not in dims
-        rows = batch if found.batches else 1
+        rows = batch if interface.batches else 1
         sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if fixed else otherwise
     return sizes
 

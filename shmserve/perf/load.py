@@ -305,7 +305,7 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
     refuse = partial(_refused, flag, text)
     try:
         if ":" not in text:
-            found = [float(kind(part)) for part in text.split(",")]
+            loads = [float(kind(part)) for part in text.split(",")]
         else:
             first, last, step = [*map(kind, text.split(":")), kind(1)][:3]
             if step <= 0 or last < first or text.count(":") > 2:
@@ -316,12 +316,12 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
                     f"--{flag}: '{text}' defines {count} loads, but at most {_MOST_LOADS} are "
                     "allowed"
                 )
-            found = [float(first + step * number) for number in range(count)]
+            loads = [float(first + step * number) for number in range(count)]
     except ValueError:
         raise refuse() from None
-    if any(not 0 < each < float("inf") for each in found):
+    if any(not 0 < each < float("inf") for each in loads):
         raise refuse()
-    return found
+    return loads
 
 
 def _refused(flag: str, text: str) -> InvalidArgument:

@@ -36,11 +36,11 @@ def rates(marks: Sequence[Mark]) -> list[float]:
 
 def means(records: Records, marks: Sequence[Mark]) -> list[float]:
     """Return the mean latency in each window in nanoseconds; 0 for a window without completions."""
-    found = []
+    mean_values = []
     for before, after in itertools.pairwise(marks):
-        taken = latencies(records, before, after)
-        found.append(float(taken.mean()) if taken.size else 0.0)
-    return found
+        window = latencies(records, before, after)
+        mean_values.append(float(window.mean()) if window.size else 0.0)
+    return mean_values
 
 
 def latencies(records: Records, before: Mark, after: Mark) -> Values:
@@ -83,10 +83,10 @@ def percentile(ordered: Values, percent: float) -> int:
 def spread(values: Values) -> dict[str, float]:
     """Return mean, percentiles and maximum of nanoseconds, in milliseconds by name."""
     ordered = np.sort(values)
-    found = {"mean": float(ordered.mean()) if ordered.size else 0.0}
-    found |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}
-    found["max"] = int(ordered[-1]) if ordered.size else 0
-    return {name: value / 1e6 for name, value in found.items()}
+    figures = {"mean": float(ordered.mean()) if ordered.size else 0.0}
+    figures |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}
+    figures["max"] = int(ordered[-1]) if ordered.size else 0
+    return {name: value / 1e6 for name, value in figures.items()}
 
 
 PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
@@ -183,13 +183,15 @@ def measured(
             interrupted = True
             if len(marks) < 2:
                 mark()
-        found = [each.result() for each in (asked[-1 - min(AGREEING, len(marks) - 1)], asked[-1])]
+        reports = [each.result() for each in (asked[-1 - min(AGREEING, len(marks) - 1)], asked[-1])]
     marks = marks[-1 - AGREEING :]
     point = _point(load.records, marks, kind, value, settled)
     point.interrupted = interrupted
     if streams:
         _add_responses(point, load.records, marks[0], marks[-1])
-    point.server = {model: grown(found[0].get(model, {}), now) for model, now in found[1].items()}
+    point.server = {
+        model: grown(reports[0].get(model, {}), now) for model, now in reports[1].items()
+    }
     return point
 
 
@@ -253,23 +255,23 @@ def grown(before: Statistics, after: Statistics) -> dict[str, float]:
 
     if not more("inference_stats", "success", "count"):
         return {}
-    made = {}
+    figures = {}
     for part in PARTS:
         times = more("inference_stats", part, "count")
-        made[part] = more("inference_stats", part, "ns") / 1000 / times if times else 0.0
-    made["batch"] = more("inference_count") / max(more("execution_count"), 1)
-    made["requests"] = more("inference_stats", "success", "count")
-    return made
+        figures[part] = more("inference_stats", part, "ns") / 1000 / times if times else 0.0
+    figures["batch"] = more("inference_count") / max(more("execution_count"), 1)
+    figures["requests"] = more("inference_stats", "success", "count")
+    return figures
 
 
 def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[str, Statistics]:
     """Return the server's statistics of a model version and of its steps. Raises TransportError."""
-    found: dict[str, Statistics] = {}
+    by_model: dict[str, Statistics] = {}
     for number, model in enumerate(models):
         rows = transport.stats(model, "" if number else version)
         if rows:  # the requests of clients use the latest version
-            found[model] = max(rows, key=lambda row: int(row.get("version") or 0))
-    return found
+            by_model[model] = max(rows, key=lambda row: int(row.get("version") or 0))
+    return by_model
 
 
 def now() -> str:

@@ -71,7 +71,7 @@ def _responses(points: Sequence[Point]) -> Iterator[str]:
 
 
 def _servers(points: Sequence[Point]) -> Iterator[str]:
-    rows = [(point, model, found) for point in points for model, found in point.server.items()]
+    rows = [(point, model, figures) for point in points for model, figures in point.server.items()]
     rows = [row for row in rows if row[2]]
     if not rows:
         return
@@ -79,39 +79,39 @@ def _servers(points: Sequence[Point]) -> Iterator[str]:
     head = "".join(f"{name.removeprefix('compute_'):>10}" for name in PARTS)
     yield ""
     yield f"{'in the server, µs':<18}  {'model':<{wide}}{head}{'rest':>10}{'rows a batch':>14}"
-    for point, model, found in rows:
-        parts = [found[key] for key in PARTS]
+    for point, model, figures in rows:
+        parts = [figures[key] for key in PARTS]
         rest = point.latency["mean"] * 1000 - sum(parts)
         yield (
             f"{point.name:<18}  {model:<{wide}}{''.join(f'{each:>10.1f}' for each in parts)}"
-            f"{rest:>10.1f}{found['batch']:>14.2f}"
+            f"{rest:>10.1f}{figures['batch']:>14.2f}"
         )
 
 
 def notes(point: Point) -> list[str]:
     """Return warnings about a point's figures: errors, windows that differ, a busy client."""
-    found = []
+    warnings = []
     if point.interrupted:
-        found.append(f"interrupted after {point.seconds:.1f} s of measurement")
+        warnings.append(f"interrupted after {point.seconds:.1f} s of measurement")
     elif not point.settled:
-        found.append(
+        warnings.append(
             "the last windows differ: measure for longer, or on a machine with less other load"
         )
     if point.errors:
-        found.append(f"{point.errors} requests failed; mostly: {point.error}")
+        warnings.append(f"{point.errors} requests failed; mostly: {point.error}")
     if point.client_busy > _BUSY:
-        found.append("the load generator was CPU-bound: the server may be faster than measured")
+        warnings.append("the load generator was CPU-bound: the server may be faster than measured")
     missing = point.value * point.seconds - point.requests - point.errors
     # Random arrivals cannot explain more, since the standard deviation is the root of their number.
     if point.kind == "rate" and missing > 3 * math.sqrt(point.value * point.seconds):
-        found.append("the server did not keep up: latencies increased during the measurement")
-    return found
+        warnings.append("the server did not keep up: latencies increased during the measurement")
+    return warnings
 
 
 def document(about: Mapping[str, Any], points: Sequence[Point]) -> str:
     """Return the report as JSON."""
-    made = {"format": FORMAT, **about, "points": [asdict(point) for point in points]}
-    return json.dumps(made, indent=1, default=str)
+    report = {"format": FORMAT, **about, "points": [asdict(point) for point in points]}
+    return json.dumps(report, indent=1, default=str)
 
 
 def rows(points: Sequence[Point]) -> str:
@@ -125,8 +125,8 @@ def rows(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in found.items():
+def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in figures.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
@@ -138,10 +138,10 @@ def older(path: str) -> list[Point]:
     with refused(f"--compare: cannot read '{path}'", "not text"):
         text = Path(path).read_text()
     try:
-        found = json.loads(text)
-        if found["format"] != FORMAT:
-            raise InvalidArgument(f"--compare: '{path}' is of format {found['format']}, not 1")
-        return [Point(**row) for row in found["points"]]
+        report = json.loads(text)
+        if report["format"] != FORMAT:
+            raise InvalidArgument(f"--compare: '{path}' is of format {report['format']}, not 1")
+        return [Point(**row) for row in report["points"]]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(f"--compare: '{path}' is not a report of --json: {error}") from None
 
@@ -201,9 +201,9 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
     lines = []
     numbered = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
     for name in ("within", "above"):
-        mine = [each for each in numbered if (each[1].p99_ms <= target_ms) == (name == "within")]
-        points = [(trial.per_second, trial.p99_ms) for _, trial in mine]
-        lines.append(Line(name, points, [number for number, _ in mine], joined=False))
+        series = [each for each in numbered if (each[1].p99_ms <= target_ms) == (name == "within")]
+        points = [(trial.per_second, trial.p99_ms) for _, trial in series]
+        lines.append(Line(name, points, [number for number, _ in series], joined=False))
     right = max((trial.per_second for _, trial in numbered), default=1.0)
     lines.append(Line("target", [(0.0, target_ms), (right, target_ms)], ["", ""]))
     return _svg(title, "requests a second", lines)

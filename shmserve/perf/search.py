@@ -146,11 +146,11 @@ class Search:
 
     def _climb(self, start: Candidate, ahead: Sequence[int]) -> bool:
         """Raise the number of instances while throughput grows; return whether it grew."""
-        for taken, number in enumerate(ahead):
+        for step_count, number in enumerate(ahead):
             before = self._reached
             self._largest_batch(replace(self._from(start), instances=number))
             if self._reached <= before * _GAIN:
-                return taken > 0
+                return step_count > 0
         return bool(ahead)
 
     def _largest_batch(self, at: Candidate) -> None:
@@ -252,24 +252,24 @@ def space(
 
 def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:
     """Return the model's configuration with a candidate's settings."""
-    made = copy.deepcopy(dict(config))
-    parameters = made.setdefault("parameters", {})
-    groups = made["instance_group"]
+    result = copy.deepcopy(dict(config))
+    parameters = result.setdefault("parameters", {})
+    groups = result["instance_group"]
     if candidate.instances != sum(int(group["count"]) for group in groups):
-        made["instance_group"] = [{**groups[0], "count": candidate.instances}]
+        result["instance_group"] = [{**groups[0], "count": candidate.instances}]
     if candidate.threads:
-        parameters[_THREADS[made["backend"]]] = {"string_value": str(candidate.threads)}
+        parameters[_THREADS[result["backend"]]] = {"string_value": str(candidate.threads)}
     if candidate.batch:
-        made["max_batch_size"] = candidate.batch
+        result["max_batch_size"] = candidate.batch
     if candidate.strategy:
-        batching = made.setdefault("dynamic_batching", {})
+        batching = result.setdefault("dynamic_batching", {})
         batching["preferred_batch_size"] = []
         batching["max_queue_delay_microseconds"] = candidate.delay_us
         parameters[STRATEGY] = {"string_value": candidate.strategy}
         parameters.pop(TARGET, None)
         if candidate.strategy == Strategy.ADAPTIVE:
             parameters[TARGET] = {"string_value": f"{target_ms:g}"}
-    return made
+    return result
 
 
 def described(candidate: Candidate) -> str:
@@ -313,17 +313,17 @@ def recommendation(config: Config, trials: Sequence[Trial], best: Trial, target_
     return "\n".join(lines) + "\n"
 
 
-def _fields(made: Mapping[str, Any], candidate: Candidate) -> Iterator[str]:
+def _fields(config: Mapping[str, Any], candidate: Candidate) -> Iterator[str]:
     if candidate.batch:
         yield f"max_batch_size: {candidate.batch}"
     if candidate.strategy:
         delay = f"max_queue_delay_microseconds: {candidate.delay_us} " if candidate.delay_us else ""
         yield f"dynamic_batching {{ {delay}}}"
-    for group in made["instance_group"]:
+    for group in config["instance_group"]:
         gpus = f" gpus: {group['gpus']}" if group.get("gpus") else ""
         yield f"instance_group {{ kind: {group['kind']} count: {group['count']}{gpus} }}"
     for name in (STRATEGY, TARGET, *_THREADS.values()):
-        text = _parameter(made, name)
+        text = _parameter(config, name)
         if text and text != Strategy.PREFER_BATCH:  # the default is omitted
             yield f'parameters {{ key: "{name}" value {{ string_value: {json.dumps(text)} }} }}'
 

@@ -73,8 +73,8 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
     config = data.config_of(transport, args.model, args.model_version)
     model = data.signature(transport, config, args.model, args.model_version)
-    given = data.Given(args.input, args.shape, args.data, args.batch, args.text_length)
-    items = data.items(model, given)
+    options = data.Given(args.input, args.shape, args.data, args.batch, args.text_length)
+    items = data.items(model, options)
     sizes = data.output_sizes(model, args.batch, args.output_byte_size)
     door: Any
     if address is None:
@@ -132,18 +132,18 @@ def _native(
 
 
 def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
-    given = servers.credentials(args)
+    credentials = servers.credentials(args)
     if address.protocol == "grpc":
         from shmserve.protocols.grpc import GrpcDoor
 
-        return GrpcDoor(address, given, poller, streams=streams)
+        return GrpcDoor(address, credentials, poller, streams=streams)
     if streams:
         from shmserve.protocols.http import GenerateDoor
 
-        return GenerateDoor(address, given, poller)
+        return GenerateDoor(address, credentials, poller)
     from shmserve.protocols.http import HttpDoor
 
-    return HttpDoor(address, given, poller)
+    return HttpDoor(address, credentials, poller)
 
 
 def _requests(
@@ -220,8 +220,8 @@ def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     usual["stream_options"] = {"include_usage": True}
     path = Path(args.data)
     if args.data not in ("random", "zero"):
-        found = data.yielded(path, {}) if path.suffix == ".py" else iter(data.entries(path))
-        for number, entry in enumerate(found):
+        bodies = data.yielded(path, {}) if path.suffix == ".py" else iter(data.entries(path))
+        for number, entry in enumerate(bodies):
             if not isinstance(entry, dict):
                 raise InvalidArgument(f"--data: entry {number} of '{path}' is not a JSON object")
             yield {**usual, **entry}
@@ -245,16 +245,16 @@ class SystemMemory:
         """Create the object with this name. Raises Unavailable if memory is exhausted."""
         self._key = f"/{name}"
         try:
-            made = posix_ipc.SharedMemory(self._key, posix_ipc.O_CREX, 0o600, byte_size)
-            os.posix_fallocate(made.fd, 0, byte_size)
-            self._bytes = mmap.mmap(made.fd, byte_size)
+            shared_memory = posix_ipc.SharedMemory(self._key, posix_ipc.O_CREX, 0o600, byte_size)
+            os.posix_fallocate(shared_memory.fd, 0, byte_size)
+            self._bytes = mmap.mmap(shared_memory.fd, byte_size)
         except (OSError, posix_ipc.Error) as error:
             with contextlib.suppress(posix_ipc.Error):
                 posix_ipc.unlink_shared_memory(self._key)
             raise Unavailable(
                 f"{byte_size} bytes of shared memory cannot be allocated: {error}"
             ) from None
-        made.close_fd()
+        shared_memory.close_fd()
         self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
@@ -338,8 +338,8 @@ class Regions:
         self._region(name, at)
         return output_parts
 
-    def _name(self, what: str) -> str:
-        return f"perf-{os.getpid()}-{what}-{len(self._memories)}"
+    def _name(self, purpose: str) -> str:
+        return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
     def _region(self, name: str, byte_size: int) -> SystemMemory | CudaMemory:
         memory = self._make(name, max(byte_size, _ALIGNMENT))

@@ -84,9 +84,9 @@ class OutgoingRequest:
 
     def sequence_parameters(self) -> dict[str, int | str | bool]:
         """Return the parameters of the request's sequence, as protocols name them."""
-        given = {"sequence_id": self.sequence, "sequence_start": self.start}
-        given["sequence_end"] = self.end
-        return {name: value for name, value in given.items() if value}
+        parameters = {"sequence_id": self.sequence, "sequence_start": self.start}
+        parameters["sequence_end"] = self.end
+        return {name: value for name, value in parameters.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,14 +190,14 @@ def connect(
     host, _, port = address.target.rpartition(":")
     with contextlib.ExitStack() as undo:
         if address.unix_socket:
-            made = undo.enter_context(socket.socket(socket.AF_UNIX))
-            made.settimeout(timeout_s)
-            made.connect(address.unix_socket)
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(timeout_s)
+            sock.connect(address.unix_socket)
         else:
             target = (host.strip("[]"), int(port))
-            made = undo.enter_context(socket.create_connection(target, timeout_s))
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = undo.enter_context(socket.create_connection(target, timeout_s))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
-            made = tls.wrap_socket(made, server_hostname=host.strip("[]"))
+            sock = tls.wrap_socket(sock, server_hostname=host.strip("[]"))
         undo.pop_all()
-    return made
+    return sock

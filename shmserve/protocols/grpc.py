@@ -99,8 +99,8 @@ class GrpcTransport:
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """Call RepositoryModelLoad."""
-        given = pb.ModelRepositoryParameter(string_param=json.dumps(config))
-        parameters = {"config": given} if config else {}
+        parameter = pb.ModelRepositoryParameter(string_param=json.dumps(config))
+        parameters = {"config": parameter} if config else {}
         self._call("RepositoryModelLoad", model_name=model, parameters=parameters)
 
     def unload(self, model: str) -> None:
@@ -109,21 +109,21 @@ class GrpcTransport:
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """Call ModelStatistics."""
-        found = self._call("ModelStatistics", name=model, version=version)
-        return [as_json(row) for row in found.model_stats]
+        reply = self._call("ModelStatistics", name=model, version=version)
+        return [as_json(row) for row in reply.model_stats]
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Call ModelConfig."""
-        found = self._call("ModelConfig", name=model, version=version)
-        return dict(as_json(found.config))
+        reply = self._call("ModelConfig", name=model, version=version)
+        return dict(as_json(reply.config))
 
     def regions(self) -> list[dict[str, Any]]:
         """Call SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
         return [
-            as_json(found.regions[name])
+            as_json(reply.regions[name])
             for kind in ("System", "Cuda")
-            for found in [self._call(f"{kind}SharedMemoryStatus")]
-            for name in sorted(found.regions)
+            for reply in [self._call(f"{kind}SharedMemoryStatus")]
+            for name in sorted(reply.regions)
         ]
 
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
@@ -177,9 +177,9 @@ def infer_message(request: OutgoingRequest) -> Any:
         asked.parameters["deadline_us"].int64_param = request.timeout_us
     set_parameters(asked, request.sequence_parameters())
     for tensor in request.inputs:
-        made = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        added = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if tensor.part:
-            set_parameters(made, tensor.part.parameters())
+            set_parameters(added, tensor.part.parameters())
         else:
             asked.raw_input_contents.append(tensor.raw)
     for name in request.outputs:
@@ -201,37 +201,37 @@ def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None
             message.parameters[name].string_param = value
 
 
-def as_json(found: Any, field: Any = None) -> Any:
+def as_json(value: Any, field: Any = None) -> Any:
     """Return a message, or the value of a field, in the form of the JSON of HTTP."""
-    if isinstance(found, Message):
+    if isinstance(value, Message):
         return {
-            each.name: as_json(getattr(found, each.name), each)
-            for each in found.DESCRIPTOR.fields
-            if not each.has_presence or found.HasField(each.name)
+            each.name: as_json(getattr(value, each.name), each)
+            for each in value.DESCRIPTOR.fields
+            if not each.has_presence or value.HasField(each.name)
         }
-    if isinstance(found, Mapping):
-        return {key: as_json(found[key]) for key in sorted(found)}
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        return [as_json(each, field) for each in found]
+    if isinstance(value, Mapping):
+        return {key: as_json(value[key]) for key in sorted(value)}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [as_json(each, field) for each in value]
     if field is not None and field.enum_type is not None:
-        return field.enum_type.values_by_number[found].name
-    return found
+        return field.enum_type.values_by_number[value].name
+    return value
 
 
-def _response(found: Any) -> dict[str, Any]:
+def _response(reply: Any) -> dict[str, Any]:
     try:
         outputs = [
             output(each.name, each.datatype, each.shape, raw)
-            for each, raw in zip(found.outputs, found.raw_output_contents, strict=True)
+            for each, raw in zip(reply.outputs, reply.raw_output_contents, strict=True)
         ]
     except (KeyError, ValueError) as error:
         raise TransportError("the server's response is malformed") from error
     parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice"))
-        for name, value in found.parameters.items()
+        for name, value in reply.parameters.items()
         if name != _FINAL
     }
-    return response(found.model_name, found.model_version, found.id, parameters, outputs)
+    return response(reply.model_name, reply.model_version, reply.id, parameters, outputs)
 
 
 class GrpcDoor:

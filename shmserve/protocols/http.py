@@ -98,8 +98,8 @@ class HttpTransport:
         except TransportError as error:
             if _DECOUPLED not in error.message:
                 raise
-        with self._requested(*_inference(request, binary=False), accept=_LINES) as found:
-            for line in found:
+        with self._requested(*_inference(request, binary=False), accept=_LINES) as reply:
+            for line in reply:
                 yield _response(line, None)
 
     def ready(self, model: str, version: str) -> None:
@@ -108,8 +108,8 @@ class HttpTransport:
             self._exchange("GET", f"{model_path(model, version)}/ready")
             return
         accepted = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
-        with self._requested("GET", "/v2/health/ready", accepted=accepted) as found:
-            if found.status != http.HTTPStatus.OK:
+        with self._requested("GET", "/v2/health/ready", accepted=accepted) as reply:
+            if reply.status != http.HTTPStatus.OK:
                 raise TransportError(NOT_READY)
 
     def models(self) -> list[dict[str, Any]]:
@@ -161,18 +161,18 @@ class HttpTransport:
         return _object(self._exchange("GET", path)[0])
 
     def _rows(self, method: str, path: str) -> list[dict[str, Any]]:
-        found = _parsed(self._exchange(method, path)[0])
-        if not isinstance(found, list):
+        rows = _parsed(self._exchange(method, path)[0])
+        if not isinstance(rows, list):
             raise TransportError("the server did not answer with a JSON list")
-        return found
+        return rows
 
     def _exchange(
         self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
     ) -> tuple[bytes, int | None]:
         """Return the body of a response and its `Inference-Header-Content-Length`."""
-        with self._requested(method, path, body, header_length) as found:
-            length = found.getheader(HEADER_LENGTH)
-            return found.read(), None if length is None else int(length)
+        with self._requested(method, path, body, header_length) as reply:
+            length = reply.getheader(HEADER_LENGTH)
+            return reply.read(), None if length is None else int(length)
 
     @contextlib.contextmanager
     def _requested(
@@ -197,11 +197,11 @@ class HttpTransport:
         try:
             with contextlib.closing(self._connect()) as connection:
                 connection.request(method, path, body, headers)
-                found = connection.getresponse()
-                if found.status not in accepted:
-                    text = _error_text(found.read())
-                    raise TransportError(text or f"{found.status} {found.reason}")
-                yield found
+                reply = connection.getresponse()
+                if reply.status not in accepted:
+                    text = _error_text(reply.read())
+                    raise TransportError(text or f"{reply.status} {reply.reason}")
+                yield reply
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise TransportError(f"no response: {reason}") from error
@@ -261,12 +261,12 @@ def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
 
 def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
     """Return the response, with each output as nested lists of its shape."""
-    found = _object(body if header_length is None else body[:header_length])
-    if "error" in found:
-        raise TransportError(str(found["error"]))
+    header = _object(body if header_length is None else body[:header_length])
+    if "error" in header:
+        raise TransportError(str(header["error"]))
     rest = memoryview(body)[len(body) if header_length is None else header_length :]
     try:
-        for output in found["outputs"]:
+        for output in header["outputs"]:
             size = output.pop("parameters", {}).get("binary_data_size", 0)
             if "data" in output:
                 output["data"] = np.array(output["data"], object).reshape(output["shape"]).tolist()
@@ -274,21 +274,21 @@ def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
                 output["data"] = decode(output["datatype"], output["shape"], rest[:size])
                 rest = rest[size:]
         return response(
-            found["model_name"],
-            found["model_version"],
-            found.get("id", ""),
-            found.get("parameters"),
-            found["outputs"],
+            header["model_name"],
+            header["model_version"],
+            header.get("id", ""),
+            header.get("parameters"),
+            header["outputs"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TransportError("the server's response is malformed") from error
 
 
 def _object(content: bytes) -> dict[str, Any]:
-    found = _parsed(content)
-    if not isinstance(found, dict):
+    value = _parsed(content)
+    if not isinstance(value, dict):
         raise TransportError("the server did not answer with a JSON object")
-    return found
+    return value
 
 
 def _parsed(content: bytes) -> Any:
@@ -389,9 +389,9 @@ class HttpLane:
         self._ok = head[9:12] == b"200"
         self._error = b""
         self._closing = _closes(head) is not None
-        found = _length(head)
-        if found is not None:
-            self._remaining = int(found[1])
+        length = _length(head)
+        if length is not None:
+            self._remaining = int(length[1])
         else:
             self._remaining = _CHUNKED if _is_chunked(head) else 0
         if not self._ok:
@@ -482,9 +482,9 @@ class EventLane(HttpLane):
                 self._failed = text
             elif self._is_response(text):
                 self.observer.responded()
-            found = _completion_tokens(text)
-            if found is not None:
-                self._tokens = int(found[1])
+            token_count = _completion_tokens(text)
+            if token_count is not None:
+                self._tokens = int(token_count[1])
 
     def complete(self) -> None:
         """Handle the end of the events."""

@@ -27,14 +27,18 @@ def transport(args: argparse.Namespace) -> Transport:
 
 def admin_transport(args: argparse.Namespace) -> AdminTransport:
     """Return the transport for all operations; raise InvalidArgument, or Disconnected."""
-    given = credentials(args)
-    return transport_at(address(args.url), given) if args.url else _discovered(args, given)
+    client_credentials = credentials(args)
+    return (
+        transport_at(address(args.url), client_credentials)
+        if args.url
+        else _discovered(args, client_credentials)
+    )
 
 
-def _discovered(args: argparse.Namespace, given: Credentials) -> AdminTransport:
+def _discovered(args: argparse.Namespace, client_credentials: Credentials) -> AdminTransport:
     run_dir = discovery.find(args.run_dir)
     for url in discovery.addresses(run_dir):
-        return transport_at(address(url), given)
+        return transport_at(address(url), client_credentials)
     raise Unavailable(f"the server of {run_dir} listens for neither HTTP nor gRPC")
 
 
@@ -80,13 +84,13 @@ def address(url: str) -> Address:
     raise InvalidArgument(f"--url: expected {_FORMS}, got '{url}'")
 
 
-def transport_at(address: Address, given: Credentials) -> AdminTransport:
+def transport_at(address: Address, client_credentials: Credentials) -> AdminTransport:
     """Return the transport to an address. Raises InvalidArgument."""
     if address.protocol == "http":
-        return HttpTransport(address, given)
+        return HttpTransport(address, client_credentials)
     if importlib.util.find_spec("grpc") is None:
         needed = how_to_install("grpcio", "grpc")
         raise InvalidArgument(f"--url grpc://... needs the package grpcio: {needed}")
     from shmserve.protocols.grpc import GrpcTransport
 
-    return GrpcTransport(address, given)
+    return GrpcTransport(address, client_credentials)

@@ -195,10 +195,10 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
     Raises:
         InvalidArgument: The input takes something else, or the file is no image of its size.
     """
-    what = f"input '{tensor.name}' is {tensor.datatype} {list(tensor.shape)}"
+    subject = f"input '{tensor.name}' is {tensor.datatype} {list(tensor.shape)}"
     if tensor.datatype != "UINT8":
         raise InvalidArgument(
-            f"{what}: the bytes of a file are for BYTES and UINT8; convert an image to an array "
+            f"{subject}: the bytes of a file are for BYTES and UINT8; convert an image to an array "
             "as the model was trained (scale, mean, size), and save it with numpy.save as a .npy "
             "file"
         )
@@ -208,7 +208,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         from PIL import Image
     except ImportError as error:
         raise InvalidArgument(
-            f"{what}: decoding an image needs Pillow (pip install pillow)"
+            f"{subject}: decoding an image needs Pillow (pip install pillow)"
         ) from error
     dims = tensor.shape[-3:]
     first = len(dims) == 3 and dims[0] in (1, 3) and dims[2] not in (1, 3)
@@ -217,7 +217,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InvalidArgument(f"{what}, but the file is not an image: {error}") from error
+        raise InvalidArgument(f"{subject}, but the file is not an image: {error}") from error
     if len(dims) == 3:
         pixels = pixels.reshape(*pixels.shape[:2], -1)
     if first:
@@ -225,7 +225,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
     pixels = pixels.reshape([1] * (len(tensor.shape) - len(dims)) + list(pixels.shape))
     pairs = zip(tensor.shape, pixels.shape, strict=False)
     if len(tensor.shape) != pixels.ndim or any(dim not in (-1, size) for dim, size in pairs):
-        raise InvalidArgument(f"{what}, and the image has {list(pixels.shape)}: resize it")
+        raise InvalidArgument(f"{subject}, and the image has {list(pixels.shape)}: resize it")
     return np.ascontiguousarray(pixels)
 
 

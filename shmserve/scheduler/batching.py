@@ -128,8 +128,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if crowded and self._pool.free and queue.full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
-        known, schema = self._fits.entries, submit.schema
-        fit = known[schema] if schema in known else self._learn(submit)
+        entries, schema = self._fits.entries, submit.schema
+        fit = entries[schema] if schema in entries else self._learn(submit)
         sequence_key = dispatch.identify(client, submit, fit) if dispatch.follows else None
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
@@ -154,11 +154,11 @@ class BatchingCore(Core[ScheduledRequest]):
             pids = sorted({pid for pid, _ in callers})
             self._to_control.post(CheckHolders(request.key, pids))
 
-    def _fail_call(self, request: ScheduledRequest, held: str, now_ns: int) -> None:
+    def _fail_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
         callers = [each.model for each in Caller.read(request.submit.callers)]
         text = (
-            f"deadlock: the call of model '{self._name}' waits for {held}, which its callers hold "
-            f"({' -> '.join([*callers, self._name])})"
+            f"deadlock: the call of model '{self._name}' waits for {reason}, which its callers "
+            f"hold ({' -> '.join([*callers, self._name])})"
         )
         self._withdraw(request, now_ns)
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
@@ -181,8 +181,8 @@ class BatchingCore(Core[ScheduledRequest]):
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
-        known, schema = self._fits.entries, submit.schema
-        fit = known[schema] if schema in known else self._learn(submit)
+        entries, schema = self._fits.entries, submit.schema
+        fit = entries[schema] if schema in entries else self._learn(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.enqueued(request)

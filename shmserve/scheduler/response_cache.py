@@ -134,14 +134,14 @@ class ResponseCache:
         began_ns = self._clock()
         schema, data = response
         try:
-            kept = [bytes(self._bytes(each)) for each in data]
+            contents = [bytes(self._bytes(each)) for each in data]
         except (MalformedMessage, ShmserveError, ValueError, TypeError):
             return self._clock() - began_ns  # the response is in memory that schedulers do not read
         small = all(type(each) is bytes for each in data)
-        entry = _Entry(schema, kept, small)
-        byte_size = _ENTRY + len(schema) + sum([len(each) for each in kept])
+        entry = _Entry(schema, contents, small)
+        byte_size = _ENTRY + len(schema) + sum([len(each) for each in contents])
         if not small:
-            byte_size += _TENSOR * len(kept)
+            byte_size += _TENSOR * len(contents)
         if not self._entries.insert(key, entry, byte_size):
             self._refused(key, byte_size)
         return self._clock() - began_ns

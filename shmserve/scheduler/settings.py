@@ -193,18 +193,18 @@ def _batching(dynamic: DynamicBatching, max_batch_size: int) -> Batching:
 
 
 def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | None:
-    given = config.sequence_batching
-    if given is None:
+    batching = config.sequence_batching
+    if batching is None:
         return None
-    oldest = given.oldest
+    oldest = batching.oldest
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
     return Sequencing(
-        spec=given,
-        correlation_id=given.correlation_id,
+        spec=batching,
+        correlation_id=batching.correlation_id,
         slots=candidates or max(1, config.max_batch_size),
-        idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
+        idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
-        delay_ns=given.direct_delay_microseconds * _NS_PER_US,
+        delay_ns=batching.direct_delay_microseconds * _NS_PER_US,
         # A limit, so that the sequences of one client cannot fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
     )

@@ -179,14 +179,14 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def _restored(value: Any, found: Any) -> Any:
+def _restored(value: Any, stored: Any) -> Any:
     if isinstance(value, dict):
-        return value | {key: _numbers(each) for key, each in found.items()}
-    return _numbers(found)
+        return value | {key: _numbers(each) for key, each in stored.items()}
+    return _numbers(stored)
 
 
-def _numbers(found: Any) -> Any:
-    return [_numbers(each) for each in found] if isinstance(found, list) else int(found)
+def _numbers(stored: Any) -> Any:
+    return [_numbers(each) for each in stored] if isinstance(stored, list) else int(stored)
 
 
 class Counted(Protocol):

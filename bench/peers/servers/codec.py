@@ -29,8 +29,8 @@ def load():
 
 
 def from_json(body):
-    given = json.loads(body)
-    return np.array([given["a"], given["b"]], np.int32)
+    document = json.loads(body)
+    return np.array([document["a"], document["b"]], np.int32)
 
 
 def to_json(row):

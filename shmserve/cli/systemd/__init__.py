@@ -215,8 +215,8 @@ def stamped(body: str, own: bool) -> str:
 def untouched(text: str) -> bool:
     """Check whether a text is unchanged since `install` wrote it."""
     head, _, body = text.partition("\n")
-    found = _MARK.match(head)
-    return found is not None and found[1] == hashlib.sha256(body.encode()).hexdigest()
+    match = _MARK.match(head)
+    return match is not None and match[1] == hashlib.sha256(body.encode()).hexdigest()
 
 
 _RUN = Path("/run/shmserve")
@@ -305,12 +305,12 @@ def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _version(root: Path) -> int:
     """Return the system's systemd version, from the name of its library; 0 if unknown."""
-    found = [
+    versions = [
         re.search(r"-shared-(\d+)", path.name)
         for folder in ("lib", "lib64", "lib/*-linux-*")
         for path in root.glob(f"usr/{folder}/systemd/libsystemd-shared-*")
     ]
-    return max((int(match[1]) for match in found if match), default=0)
+    return max((int(match[1]) for match in versions if match), default=0)
 
 
 def _exit_timeout_s(file: Path) -> int:
@@ -350,8 +350,8 @@ class _Change:
             self._remove_folders()
         blocked = any(verb == "remove" or not file.own for file in self._kept)
         if blocked:
-            kept = "would be" if self._dry else "were"
-            print(f"Changed files {kept} kept; --force overwrites or removes them.")
+            tense = "would be" if self._dry else "were"
+            print(f"Changed files {tense} kept; --force overwrites or removes them.")
         self._finish(verb)
         return int(blocked or self._failed)
 
@@ -371,10 +371,10 @@ class _Change:
             self._show_difference(path, there, file.text)
             self._write(path, file.text)
 
-    def _report(self, done: str, what: str) -> None:
+    def _report(self, done: str, object_text: str) -> None:
         """Print what was done; with --dry-run, what would be done."""
         verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[done]
-        print(f"{f'would {verb}' if self._dry else done:<10} {what}", flush=True)
+        print(f"{f'would {verb}' if self._dry else done:<10} {object_text}", flush=True)
 
     def _write(self, path: Path, text: str) -> None:
         if not self._dry:
@@ -392,8 +392,8 @@ class _Change:
 
     def _keep(self, file: File, path: Path) -> None:
         self._kept.append(file)
-        kept = "would keep" if self._dry else "kept"
-        print(f"{kept:<10} {path}: changed since it was written")
+        verb = "would keep" if self._dry else "kept"
+        print(f"{verb:<10} {path}: changed since it was written")
 
     def _remove(self, file: File) -> None:
         path = _below(self._root, file.path)

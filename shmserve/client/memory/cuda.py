@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.views import MemoryLease, SharedMemory
+from shmserve.client.memory.views import MemoryLease, RegisteredMemory
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Released, Unavailable
 from shmserve.ipc.memory.arena import FreeList
@@ -129,7 +129,7 @@ def device_number(device: object) -> int | None:
     return int(number or 0)
 
 
-class DeviceSegment(SharedMemory):
+class DeviceSegment(RegisteredMemory):
     """A device allocation that is shared with the server: the counterpart of `Segment`."""
 
     counted = False

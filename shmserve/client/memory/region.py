@@ -98,10 +98,10 @@ class Region(Mapping[str, Any]):
         """
         if self.memories is memories:
             return self
-        found = self._attached.get(memories)
-        if found is None:
-            found = self._attached[memories] = attached(memories, self, pin=self.segment.pin)
-        return found
+        region = self._attached.get(memories)
+        if region is None:
+            region = self._attached[memories] = attached(memories, self, pin=self.segment.pin)
+        return region
 
     def fileno(self) -> int:
         """Return the descriptor of the memory, which `send_fds` can send to any process.
@@ -138,8 +138,8 @@ class Region(Mapping[str, Any]):
 
     def remember(self, model: ClientModel, request: Packed) -> None:
         """Cache the packed request for `model`, and remove those of models that are closed."""
-        for known in [known for known in list(self.requests) if known.closed]:
-            self.requests.pop(known, None)
+        for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
+            self.requests.pop(model_key, None)
         self.requests[model] = request
 
     def view(self, name: str, shape: Shape | None = None) -> Any:
@@ -268,14 +268,14 @@ def _share_nothing(_: AnySegment) -> None:
     """Do nothing, for memory that no server uses."""
 
 
-def check_datatype(name: str, given: str, signature: Signature) -> None:
-    """Raise InvalidArgument if an output has another datatype than `given`, its memory's."""
+def check_datatype(name: str, datatype: str, signature: Signature) -> None:
+    """Raise InvalidArgument if an output has another datatype than `datatype`, its memory's."""
     spec = signature.outputs.get(name)
     # The response decodes strings from the bytes of any tensor.
-    if spec is not None and spec.datatype not in (given, "BYTES"):
+    if spec is not None and spec.datatype not in (datatype, "BYTES"):
         raise InvalidArgument(
             f"output '{name}' of model '{signature.name}' is {spec.datatype}, but the region's "
-            f"tensor is {given}"
+            f"tensor is {datatype}"
         )
 
 
@@ -297,9 +297,9 @@ def _datatype(name: str, datatype: Any) -> str:
     if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
         return datatype
     with contextlib.suppress(TypeError, ValueError):
-        found = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
-        if found:
-            return found
+        datatype_name = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
+        if datatype_name:
+            return datatype_name
     allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
     raise InvalidArgument(
         f"'{name}': unknown datatype '{datatype}' (allowed: {allowed}, and types of numpy such as "

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, SharedMemory, View, nothing
+from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FIXED_SIZE, FreeList
@@ -40,7 +40,7 @@ def aligned(byte_size: int) -> int:
     return -(-byte_size // ALIGNMENT) * ALIGNMENT
 
 
-class Segment(SharedMemory):
+class Segment(RegisteredMemory):
     """A mapped memfd.
 
     Attributes:
@@ -204,18 +204,18 @@ class Memories:
         """
         with self._lock:
             self.settle()
-            found = None if alone else self._found(byte_size)
-            if found is None and self._free_idle(byte_size) and not alone:
-                found = self._found(byte_size)
-            if found is not None:
-                return found
+            free_block = None if alone else self._found(byte_size)
+            if free_block is None and self._free_idle(byte_size) and not alone:
+                free_block = self._found(byte_size)
+            if free_block is not None:
+                return free_block
             used = self._used()
             # With space for further blocks, within the limit.
             roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
             size = byte_size if alone else max(byte_size, roomy)
             self._check_limit(used, size)
-            made = Segment(size)
-            block = self._first_block(made, made.size if alone else byte_size)
+            segment = Segment(size)
+            block = self._first_block(segment, segment.size if alone else byte_size)
         self._notify(block.segment)
         return block
 

@@ -16,8 +16,8 @@ def nothing() -> None:
     """Do nothing, as the end of a lease without memory."""
 
 
-class SharedMemory:
-    """Memory that is shared with a server; `memory` is the connected server's description of it."""
+class RegisteredMemory:
+    """Memory that is registered with a server; `memory` describes it to the connected server."""
 
     memory: Memory | None = None
 
@@ -67,9 +67,9 @@ class View(np.ndarray[Any, Any]):
         lease: MemoryLease,
     ) -> View:
         """Return the tensor at `offset` of `memory`."""
-        made: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
-        made._lease = lease
-        return made
+        view: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
+        view._lease = lease
+        return view
 
     def __array_finalize__(self, source: object) -> None:
         self._lease = getattr(source, "_lease", None)

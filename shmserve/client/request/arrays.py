@@ -25,10 +25,10 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
     return NUMPY.get(datatype, BF16)
 
 
-def datatype_of(array: Array, wanted: str) -> str:
-    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is `wanted`."""
-    if wanted == "BF16" and array.dtype == BF16:
-        return wanted
+def datatype_of(array: Array, expected: str) -> str:
+    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is `expected`."""
+    if expected == "BF16" and array.dtype == BF16:
+        return expected
     return _DATATYPES.get(array.dtype, "")
 
 
@@ -49,20 +49,20 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
     Raises:
         InvalidArgument: The value has no datatype of the protocol.
     """
-    wanted = spec.datatype if spec is not None else ""
+    expected = spec.datatype if spec is not None else ""
     if type(value) is not np.ndarray:
-        value, datatype = _converted(value, wanted, name)
+        value, datatype = _converted(value, expected, name)
         if datatype:
             return value, datatype
     array: Array = value
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
-    known = datatype_of(array, wanted)
-    if not known:
+    array_datatype = datatype_of(array, expected)
+    if not array_datatype:
         raise InvalidArgument(
             f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
         )
-    return _contiguous(array), known
+    return _contiguous(array), array_datatype
 
 
 def _contiguous(array: Array) -> Array:
@@ -70,7 +70,7 @@ def _contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
+def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
@@ -102,24 +102,26 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
                 f"input '{name}' cannot be read through DLPack: {error}"
             ) from error
     try:
-        return _from_lists(value, wanted)
+        return _from_lists(value, expected)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument(f"input '{name}' cannot be converted to {wanted}: {error}") from error
+        raise InvalidArgument(
+            f"input '{name}' cannot be converted to {expected}: {error}"
+        ) from error
 
 
-def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
-    if not wanted or wanted == "BYTES":
-        return np.asarray(value, dtype_of(wanted) if wanted else None), ""
-    given = np.asarray(value)
-    if given.size and given.dtype.kind not in "biuf":
+def _from_lists(value: Any, expected: str) -> tuple[Array, str]:
+    if not expected or expected == "BYTES":
+        return np.asarray(value, dtype_of(expected) if expected else None), ""
+    array = np.asarray(value)
+    if array.size and array.dtype.kind not in "biuf":
         raise ValueError("its elements are not all numbers")
     with np.errstate(over="ignore"):
-        if wanted == "BF16":
-            return to_bf16(np.asarray(given, np.float32)), wanted
-        made = np.asarray(value, dtype_of(wanted))
-    if made.dtype.kind != "f" and not np.array_equal(made, given):
+        if expected == "BF16":
+            return to_bf16(np.asarray(array, np.float32)), expected
+        converted = np.asarray(value, dtype_of(expected))
+    if converted.dtype.kind != "f" and not np.array_equal(converted, array):
         raise ValueError("some of its elements would change their value")
-    return made, ""
+    return converted, ""
 
 
 def to_torch(array: Array, datatype: str) -> Any:

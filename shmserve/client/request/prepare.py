@@ -140,12 +140,15 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _parameters(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if not given:
+def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if not parameters:
         return None
-    if not isinstance(given, Mapping):
-        raise InvalidArgument(f"parameters must be a mapping, got {given!r:.80}")
-    return {_text("the name of a parameter", name): _value(name, given[name]) for name in given}
+    if not isinstance(parameters, Mapping):
+        raise InvalidArgument(f"parameters must be a mapping, got {parameters!r:.80}")
+    return {
+        _text("the name of a parameter", name): _value(name, parameters[name])
+        for name in parameters
+    }
 
 
 def _value(name: str, value: Any) -> Any:
@@ -349,10 +352,10 @@ class _Loose:
         """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
-        found = self._memories.find(array.ctypes.data, array.nbytes)
-        if found is None:
+        segment_offset = self._memories.find(array.ctypes.data, array.nbytes)
+        if segment_offset is None:
             return None
-        segment, offset = found
+        segment, offset = segment_offset
         self._hold(segment, lease_of(value) or value)
         return segment.memory_range(offset, array.nbytes)
 
@@ -432,12 +435,12 @@ class _Loose:
             memory_range = self._on_device(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
-            given = datatype_of(plain, spec.datatype if spec is not None else "")
-            check_datatype(name, given or str(plain.dtype), self._model.signature)
-            found = self._memories.find(plain.ctypes.data, plain.nbytes)
-            if found is not None:
-                self._hold(found[0], lease_of(target) or target)
-                memory_range = found[0].memory_range(found[1], plain.nbytes)
+            datatype = datatype_of(plain, spec.datatype if spec is not None else "")
+            check_datatype(name, datatype or str(plain.dtype), self._model.signature)
+            segment_offset = self._memories.find(plain.ctypes.data, plain.nbytes)
+            if segment_offset is not None:
+                self._hold(segment_offset[0], lease_of(target) or target)
+                memory_range = segment_offset[0].memory_range(segment_offset[1], plain.nbytes)
         if memory_range is None:
             raise InvalidArgument(
                 f"output '{name}' can only be written to contiguous memory from "

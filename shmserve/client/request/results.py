@@ -170,13 +170,13 @@ def _tensors_of(
     datas: Sequence[Any],
     lease: MemoryLease | None,
 ) -> dict[str, Any]:
-    found = [data if type(data) is bytes else unpack_range(data) for data in datas]
+    contents = [data if type(data) is bytes else unpack_range(data) for data in datas]
     try:
         return {
             ref.name: _in_memory(reader, lease, ref, data)
             if isinstance(data, Range)
             else _inline(reader.built, ref, data)
-            for ref, data in zip(outputs, found, strict=True)
+            for ref, data in zip(outputs, contents, strict=True)
         }
     finally:
         reader.release(releases(ranges_of(datas), own_memories(reader.built)))

@@ -300,7 +300,7 @@ def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
         written: The configuration as its author wrote it.
         final: The completed configuration.
     """
-    found = [
+    warnings = [
         f"instance_group[{index}].count: {group.count} is replaced by the default, because a "
         "count must be at least 1"
         for index, group in enumerate(written.instance_group)
@@ -309,10 +309,10 @@ def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
     for name in sorted(set(written.parameters).difference(KNOWN_PARAMETERS)):
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
-            found.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
+            warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
     if written.HasField("dynamic_batching") and final.max_batch_size < 1:
-        found.append("dynamic_batching: no effect because max_batch_size is 0")
-    return found
+        warnings.append("dynamic_batching: no effect because max_batch_size is 0")
+    return warnings
 
 
 def _ignored(config: ModelConfig) -> Iterator[str]:

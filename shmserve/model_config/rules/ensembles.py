@@ -32,12 +32,12 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
         text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
         yield Problem(("ensemble_scheduling",), text, (("platform",),))
         return
-    for field, given, refused in (
+    for field, is_set, refused in (
         ("instance_group", config.instance_group, "instance group should not"),
         ("optimization", config.HasField("optimization"), "optimization should not"),
         ("model_warmup", config.model_warmup, "model_warmup can not"),
     ):
-        if given:
+        if is_set:
             yield Problem((field,), f"{refused} be specified for ensemble '{name}'")
     steps = config.ensemble_scheduling.step
     if not steps:
@@ -87,30 +87,30 @@ def _read(config: ModelConfig) -> set[str]:
 def conditions(config: ModelConfig) -> dict[int, str]:
     """Return the condition tensor of each conditional step, by the step's index."""
     return {
-        int(found[1]): parameter.string_value
+        int(match[1]): parameter.string_value
         for key, parameter in config.parameters.items()
-        if (found := _CONDITION.fullmatch(key))
+        if (match := _CONDITION.fullmatch(key))
     }
 
 
 def _conditions(config: ModelConfig) -> Iterator[Problem]:
     name, steps = config.name, config.ensemble_scheduling.step
-    known = {io.name for io in config.input}
-    known |= {tensor for step in steps for tensor in step.output_map.values()}
+    tensors = {io.name for io in config.input}
+    tensors |= {tensor for step in steps for tensor in step.output_map.values()}
     for key, parameter in sorted(config.parameters.items()):
         at: Key = ("parameters", member(key))
-        found = _CONDITION.fullmatch(key)
-        if not found:
+        match = _CONDITION.fullmatch(key)
+        if not match:
             if key.startswith("step["):
                 text = (
                     f"parameter '{key}' of ensemble '{name}' is unknown (allowed: "
                     "step[N].condition)"
                 )
                 yield Problem(at, text)
-        elif int(found[1]) >= len(steps):
+        elif int(match[1]) >= len(steps):
             text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, numbered from 0"
             yield Problem(at, text, (_STEP,))
-        elif parameter.string_value not in known:
+        elif parameter.string_value not in tensors:
             text = (
                 f"parameter '{key}': ensemble '{name}' has no tensor "
                 f"'{parameter.string_value}', which is to be its condition"
@@ -252,17 +252,17 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
                 f"{model.max_batch_size}",
                 ("max_batch_size",),
             )
-        for key, tensor, found in _mapped(config, at, model):
-            known = tensors.setdefault(tensor, found)
+        for key, tensor, mapped in _mapped(config, at, model):
+            earlier = tensors.setdefault(tensor, mapped)
             context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
-            if problem := _disagreement(known, found):
+            if problem := _disagreement(earlier, mapped):
                 raise GraphProblem(context + problem, key)
     for index, condition in conditions(config).items():
-        found = tensors[condition]
-        if found.data_type != DataType.TYPE_BOOL:
+        mapped = tensors[condition]
+        if mapped.data_type != DataType.TYPE_BOOL:
             raise GraphProblem(
                 f"in ensemble {config.name}, the condition of step {index}, ensemble tensor "
-                f"{condition}, is {DataType.Name(found.data_type)} and not TYPE_BOOL",
+                f"{condition}, is {DataType.Name(mapped.data_type)} and not TYPE_BOOL",
                 ("parameters", member(f"step[{index}].condition")),
             )
 
@@ -341,12 +341,12 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     while ready := sorted(index for index in waiting if reads[index] <= origins.keys()):
         waiting.difference_update(ready)
         for index in ready:
-            found = {origins[tensor] for tensor in reads[index]} - {-1}
-            if len(found) > 1:
+            stream_origins = {origins[tensor] for tensor in reads[index]} - {-1}
+            if len(stream_origins) > 1:
                 raise GraphProblem(
                     f"in ensemble {config.name}, step of model '{steps[index].model_name}' "
                     "receives inputs originated from different decoupled models",
                     (*_STEP, index),
                 )
-            origin = index if _gives_many(models[index]) else max(found, default=-1)
+            origin = index if _gives_many(models[index]) else max(stream_origins, default=-1)
             origins.update(dict.fromkeys(steps[index].output_map.values(), origin))

@@ -118,10 +118,10 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
         yield Problem(_at(STRATEGY), text)
     is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
     if TARGET in values and not is_managed and (strategy or STRATEGY not in values):
-        found = f"'{strategy}'" if strategy else "not given"
+        shown = f"'{strategy}'" if strategy else "not given"
         text = (
             f"parameter '{TARGET}' requires '{MAX_INSTANCES}', or '{STRATEGY}' "
-            f"'{Strategy.ADAPTIVE}', which is {found} {suffix}"
+            f"'{Strategy.ADAPTIVE}', which is {shown} {suffix}"
         )
         yield Problem(_at(TARGET), text)
 
@@ -156,7 +156,7 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
     Ensembles have no instances. An instance with sequences or generations does not become free
     after a batch.
     """
-    for key, found, is_given in (
+    for key, reason, is_given in (
         ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
         ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
         ("backend", "a model that generates text", config.backend == GENERATIVE),
@@ -164,7 +164,7 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
         if is_given:
             text = (
                 f"parameter '{MAX_INSTANCES}' requires a model whose requests are independent of "
-                f"each other, found {found}: {config.name}"
+                f"each other, found {reason}: {config.name}"
             )
             yield Problem(_at(MAX_INSTANCES), text, ((key,),))
 
@@ -302,13 +302,13 @@ def _of_output(
     ):
         yield f"must have a 'like' that names a padded input, found {source!r}"
         return
-    free, known = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
-    if free != known or not free:
-        yield f"cuts an output with {free} variable dimensions like an input with {known}"
+    free, variable_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
+    if free != variable_count or not free:
+        yield f"cuts an output with {free} variable dimensions like an input with {variable_count}"
 
 
 def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
-    taken = set(inputs)
+    used_names = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):
             extra = entry.get(key)
@@ -316,10 +316,10 @@ def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> It
                 continue
             if not isinstance(extra, str) or not extra:
                 yield f"must have a '{key}' that names an input, found {extra!r}, for '{name}',"
-            elif extra in taken:
+            elif extra in used_names:
                 yield (
                     f"creates the input '{extra}' ('{key}'), whose name another input has, for "
                     f"'{name}',"
                 )
             else:
-                taken.add(extra)
+                used_names.add(extra)

@@ -89,8 +89,8 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
     name, batching = config.name, config.sequence_batching
     controls = [
         ((*_SEQUENCE, "control_input", i, "control", j), control)
-        for i, given in enumerate(batching.control_input)
-        for j, control in enumerate(given.control)
+        for i, control_input in enumerate(batching.control_input)
+        for j, control in enumerate(control_input.control)
     ]
     for key, kind, first in repeats(((*at, "kind"), control.kind) for at, control in controls):
         title = _Control.Kind.Name(kind)
@@ -116,14 +116,14 @@ def _names(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of control inputs without a name or without a single kind."""
     name = config.name
     named: list[tuple[Key, str]] = []
-    for index, given in enumerate(config.sequence_batching.control_input):
+    for index, control_input in enumerate(config.sequence_batching.control_input):
         key = (*_SEQUENCE, "control_input", index, "name")
-        if not given.name:
+        if not control_input.name:
             yield Problem(key, f"sequence batching control tensor must have a name for {name}")
         else:
-            named.append((key, given.name))
-        if len({control.kind for control in given.control}) > 1:
-            yield Problem(key, _two_kinds(given.name, name))
+            named.append((key, control_input.name))
+        if len({control.kind for control in control_input.control}) > 1:
+            yield Problem(key, _two_kinds(control_input.name, name))
     for key, tensor, first in repeats(named):
         yield Problem(key, _two_kinds(tensor, name), (first,))
 
@@ -138,7 +138,7 @@ def _two_kinds(tensor: str, name: str) -> str:
 def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
     related_keys = ((*at, "kind"),)
-    given = [field for field in _FALSE_TRUE if len(getattr(control, field))]
+    set_fields = [field for field in _FALSE_TRUE if len(getattr(control, field))]
     if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
         if control.data_type not in _CORRELATION_TYPES:
             text = (
@@ -146,23 +146,23 @@ def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iter
                 "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
             )
             yield Problem((*at, "data_type"), text, related_keys)
-        if given:
+        if set_fields:
             choices = _ONE_OF_THEM.format("or")
             text = f"sequence batching must not specify either {choices} for {kind} for {name}"
-            yield Problem((*at, given[0]), text, related_keys)
+            yield Problem((*at, set_fields[0]), text, related_keys)
         return
-    if not given:
+    if not set_fields:
         choices = _ONE_OF_THEM.format("or")
         yield Problem(
             at,
             f"sequence batching must specify either {choices} for {kind} for {name}",
             related_keys,
         )
-    if len(given) > 1:
+    if len(set_fields) > 1:
         choices = _ONE_OF_THEM.format("and")
         text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
-        yield Problem((*at, given[1]), text, related_keys)
-    for field in given:
+        yield Problem((*at, set_fields[1]), text, related_keys)
+    for field in set_fields:
         if len(getattr(control, field)) != 2:
             text = (
                 f"sequence batching control '{field}' must have exactly 2 entries for {kind} "

@@ -38,14 +38,14 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     inputs = {io.name for io in config.input}
     ranks = {io.name: _model_rank(io) for io in config.input}
     cut = {out.name: _model_rank(out) for out in config.output}
-    for index, made in enumerate(config.batch_input):
+    for index, batch_input in enumerate(config.batch_input):
         at: Key = ("batch_input", index)
-        kind = BatchInput.Kind.Name(made.kind)
-        yield from _sources(at, made.source_input, f"batch input kind '{kind}'", inputs)
-        if made.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
+        kind = BatchInput.Kind.Name(batch_input.kind)
+        yield from _sources(at, batch_input.source_input, f"batch input kind '{kind}'", inputs)
+        if batch_input.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
             yield Problem((*at, "data_type"), text)
-        yield from _targets(at, made.target_name, inputs)
+        yield from _targets(at, batch_input.target_name, inputs)
     for index, split in enumerate(config.batch_output):
         at = ("batch_output", index)
         kind = BatchOutput.Kind.Name(split.kind)

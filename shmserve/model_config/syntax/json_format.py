@@ -52,9 +52,9 @@ def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> A
             raise error from None
 
 
-def _in_json(found: re.Match[str]) -> str:
-    text = found.group()
-    match found.lastgroup:
+def _in_json(match: re.Match[str]) -> str:
+    text = match.group()
+    match match.lastgroup:
         case "name":
             return f'"{text}"'
         case "comma":
@@ -62,8 +62,8 @@ def _in_json(found: re.Match[str]) -> str:
     return text if text.startswith('"') else f'"{_TO_QUOTE.sub(_requoted, text[1:-1])}"'
 
 
-def _requoted(found: re.Match[str]) -> str:
-    text = found.group()
+def _requoted(match: re.Match[str]) -> str:
+    text = match.group()
     return {"\\'": "'", '"': '\\"'}.get(text, text)
 
 
@@ -81,7 +81,7 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(Lines(text).at, (found.start() for found in _BEGINNING.finditer(text)))
+        positions = map(Lines(text).at, (match.start() for match in _BEGINNING.finditer(text)))
     return _block(value, next(positions), positions, 1)
 
 
@@ -97,8 +97,10 @@ def _block(value: dict[Any, Any], at: str, positions: Iterator[str], depth: int)
         listed = isinstance(member, list | tuple)
         if listed:
             next(positions)
-        found = [_value(item, positions, depth) for item in (member if listed else [member])]
-        values = [value for value in found if value is not None]
+        member_values = [
+            _value(item, positions, depth) for item in (member if listed else [member])
+        ]
+        values = [value for value in member_values if value is not None]
         block.entries.append(Entry(str(name), values, listed, True, name_at))
     return block
 
@@ -115,8 +117,8 @@ def _value(value: object, positions: Iterator[str], depth: int) -> Scalar | Mess
         return Scalar("number", value, _number_source(value), at)
     if isinstance(value, str):
         return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
-    found = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise Malformed(at, f"unexpected value: {found}")
+    kind = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    raise Malformed(at, f"unexpected value: {kind}")
 
 
 def to_dict(message: Message) -> dict[str, Any]:
@@ -148,8 +150,8 @@ def _shown(target: FieldDescriptor, value: Any) -> Any:
     if target.message_type is not None:
         return to_dict(value)
     if target.enum_type is not None:
-        known = target.enum_type.values_by_number.get(value)
-        return known.name if known else value
+        enum_value = target.enum_type.values_by_number.get(value)
+        return enum_value.name if enum_value else value
     if target.cpp_type in FLOATS:
         return _shown_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
     return value

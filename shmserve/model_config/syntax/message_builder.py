@@ -94,10 +94,10 @@ class Builder:
         self.problems.append(Problem(key, text, at=at))
 
     def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
-        found = descriptor.fields_by_name.get(entry.name)
-        if found is None and self.json:
-            found = descriptor.fields_by_camelcase_name.get(entry.name)
-        return found
+        descriptor_field = descriptor.fields_by_name.get(entry.name)
+        if descriptor_field is None and self.json:
+            descriptor_field = descriptor.fields_by_camelcase_name.get(entry.name)
+        return descriptor_field
 
     def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
         is_message = target.message_type is not None
@@ -151,9 +151,9 @@ class Builder:
             pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
             for block in pairs:
                 pair = container.GetEntryClass()()
-                known = len(self.problems)
+                problem_count = len(self.problems)
                 self.fill(pair, block, path)
-                if len(self.problems) == known:
+                if len(self.problems) == problem_count:
                     self.positions[*path, member(pair.key)] = block.at
                     _put(container, pair)
 
@@ -321,7 +321,7 @@ def _unknown_field(descriptor: Descriptor, name: str) -> str:
 def _enum_hint(enum: EnumDescriptor, name: str) -> str:
     # The common prefix (TYPE_, KIND_) is ignored, since it would make all names similar.
     shared = next(iter(enum.values_by_name)).partition("_")[0] + "_"
-    names = {known.removeprefix(shared).lower(): known for known in enum.values_by_name}
+    names = {enum_name.removeprefix(shared).lower(): enum_name for enum_name in enum.values_by_name}
     meant = name.upper().removeprefix(shared)
     near = nearest(_DATA_TYPES.get(meant, meant).lower(), names)
     if near:

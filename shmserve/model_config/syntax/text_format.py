@@ -91,10 +91,10 @@ class _Parser:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
-    def _expected(self, what: str) -> Malformed:
+    def _expected(self, expected: str) -> Malformed:
         token = self._peek()
-        found = token.text if token.kind == "end" else f'"{clip(token.text)}"'
-        return Malformed(self._at(token.offset), f"expected {what}, found {found}")
+        shown = token.text if token.kind == "end" else f'"{clip(token.text)}"'
+        return Malformed(self._at(token.offset), f"expected {expected}, found {shown}")
 
     def _entry(self, depth: int) -> Entry:
         name = self._peek()
@@ -202,9 +202,9 @@ def _is_float_word(text: str) -> bool:
 
 
 def _unreadable(text: str, offset: int) -> str:
-    found = text[offset]
-    if found in "\"'":
+    character = text[offset]
+    if character in "\"'":
         return "the string is not closed on its line"
-    if found.isdigit() or found == ".":
+    if character.isdigit() or character == ".":
         return f'"{clip(text[offset : offset + 20].split()[0])}" is not a number'
-    return f"unexpected character {found!a}"
+    return f"unexpected character {character!a}"

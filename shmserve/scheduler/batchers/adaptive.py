@@ -76,14 +76,14 @@ class Account:
         self.credit = _FIRST
         self._explained = 0.0
 
-    def earn(self, held: int) -> None:
+    def earn(self, in_time: int) -> None:
         """Credit the misses that these requests in time have earned.
 
         Args:
-            held: The number of requests that met the target.
+            in_time: The number of requests that met the target.
         """
         if self.credit < _MOST:
-            self.credit += _EARNED * held
+            self.credit += _EARNED * in_time
 
     def end_learning(self) -> None:
         """End the learning period."""
@@ -288,11 +288,11 @@ class AdaptiveBatcher(Batcher):
             self._account.end_learning()
         self._aim(count - misses, self._account.unexplained(misses))
 
-    def _aim(self, held: int, misses: int) -> None:
+    def _aim(self, in_time: int, misses: int) -> None:
         """Adjust the aimed latency to requests in time and to misses that no trial has caused."""
-        self._account.earn(held)
-        self._misses = min(max(self._misses - _TOLERATED * held, 0) + misses, _MOST_MISSES)
-        self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * held) * (1 - _STEP) ** misses
+        self._account.earn(in_time)
+        self._misses = min(max(self._misses - _TOLERATED * in_time, 0) + misses, _MOST_MISSES)
+        self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * in_time) * (1 - _STEP) ** misses
         target = self._rules.target_ns
         self._aim_ns = min(max(self._aim_ns, _LOWEST * target), target)
 

@@ -185,15 +185,15 @@ class SizeTimes:
         if self._stale:
             self._refresh()
         last = min(_index(units), self._last)
-        found = self._untried.get(last)
-        if found is None:
-            found = self._untried[last] = self._most_promising(last)
-        return found
+        promising = self._untried.get(last)
+        if promising is None:
+            promising = self._untried[last] = self._most_promising(last)
+        return promising
 
     def _most_promising(self, last: int) -> tuple[int, float]:
         times, least, best = self._times, self._least, self._best[last]
         rate = _size(best) / times[best]
-        promised, found, worst, lower = _WORTH * rate, 0, 0.0, 0
+        promised, promising, worst, lower = _WORTH * rate, 0, 0.0, 0
         faster = _FASTER + math.log(1 + self._late)
         for upper in self._order:
             # A size between two sizes takes at least the shorter and at most the longer duration.
@@ -201,20 +201,20 @@ class SizeTimes:
             if highest > lower:
                 time = min(least[lower], least[upper]) if lower else least[upper] / faster
                 if _size(highest) > promised * time:
-                    promised, found = _size(highest) / time, _middle(lower, highest)
+                    promised, promising = _size(highest) / time, _middle(lower, highest)
                     worst = max(times[lower], times[upper]) if lower else times[upper] * _SLOWER
             if upper > last:
                 break
             lower, doubted = upper, self._sizes[upper].weight < _OFTEN and upper != best
             if doubted and _size(upper) > promised * least[upper]:
                 promised = _size(upper) / least[upper]
-                found, worst = _size(upper), times[upper]
+                promising, worst = _size(upper), times[upper]
         time = max(promised / _WORTH, rate) * least.get(lower, 0.0)
         if last > lower == self._order[-1] and _size(last) > time:
             # The larger a size beyond all observed sizes is, the longer a batch may take.
-            found = _middle(lower, last)
-            worst = times[last] * found / _size(lower)
-        return found, worst * self._level * (1 + 3 * self._spread)
+            promising = _middle(lower, last)
+            worst = times[last] * promising / _size(lower)
+        return promising, worst * self._level * (1 + 3 * self._spread)
 
     def _refresh(self) -> None:
         self._stale = False

@@ -129,27 +129,34 @@ class EnsembleCore(Core[EnsembleRequest]):
             Unavailable: The model of a step is not served.
             InvalidArgument: The memory range of a tensor is not allowed.
         """
-        known = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
-        data, plan = submit.data, self._plan(known.outputs)
-        if len(data) != known.entries:
+        schema_properties = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        data, plan = submit.data, self._plan(schema_properties.outputs)
+        if len(data) != schema_properties.entries:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: list[tuple[str, Value]] = []
-        for index, (name, kind, is_condition) in enumerate(known.inputs):
+        for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
             raw = data[index]
             where = raw if type(raw) is bytes else unpack_range(raw)
             holds = not is_condition or self._memory.any_true(name, where)
             inputs.append((name, Value(kind, where, None, holds)))
         memory_ranges: dict[str, Range] = {}
-        if known.placed:
+        if schema_properties.placed:
             placed = map(unpack_range, data[len(inputs) :])
-            memory_ranges = dict(zip(known.placed, placed, strict=True))
+            memory_ranges = dict(zip(schema_properties.placed, placed, strict=True))
             _check_ranges(memory_ranges, inputs, plan, self._graph)
         flow = Flow(plan)
-        flow.begin((*inputs, *known.absent) if known.absent else inputs)
+        flow.begin((*inputs, *schema_properties.absent) if schema_properties.absent else inputs)
         arrived_ns = believable(submit.arrived_ns, now_ns)
         times = (arrived_ns, now_ns, self._deadline_ns(submit, arrived_ns), now_ns)
         return EnsembleRequest(
-            client, submit, known, memory_ranges, flow, lookup, *times, known.units
+            client,
+            submit,
+            schema_properties,
+            memory_ranges,
+            flow,
+            lookup,
+            *times,
+            schema_properties.units,
         )
 
     def _derive(self, packed: bytes) -> KnownRequest:
@@ -159,12 +166,12 @@ class EnsembleCore(Core[EnsembleRequest]):
             (name, TensorKind.of(datatype, shape, batched), name in graph.conditions)
             for name, datatype, shape, _ in schema.inputs
         )
-        given = {name for name, _, _ in inputs}
+        input_names = {name for name, _, _ in inputs}
         placed = tuple(output.name for output in schema.outputs if output.placed)
         return KnownRequest(
             schema.count,
             inputs,
-            tuple((name, ABSENT) for name in graph.inputs if name not in given),
+            tuple((name, ABSENT) for name in graph.inputs if name not in input_names),
             tuple(output.name for output in schema.outputs) or graph.outputs,
             placed,
             schema.parameters,
@@ -251,14 +258,14 @@ class EnsembleCore(Core[EnsembleRequest]):
         """
         graph, targets = self._graph, self._targets
         try:
-            known = [(step, targets.find(step)) for step in graph.steps]
+            step_targets = [(step, targets.find(step)) for step in graph.steps]
             devices = Plan(graph, graph.outputs, targets.find).devices
         except ShmserveError:
             return
         batch_size = self._signature.max_batch_size
         blocks = [
             (size, devices.get(step.outputs[name]))
-            for step, target in known
+            for step, target in step_targets
             for name, size in placed_sizes(step, target, graph, batch_size).items()
         ]
         self._planned_bytes = sum(size for size, _ in blocks)

@@ -106,14 +106,14 @@ class Graph:
 
     def needed(self, outputs: Iterable[str]) -> frozenset[int]:
         """Return the indices of the steps that these outputs depend on."""
-        found: set[int] = set()
+        step_indices: set[int] = set()
         tensors = list(outputs)
         while tensors:
             step = self.writers.get(tensors.pop())
-            if step is not None and step.index not in found:
-                found.add(step.index)
+            if step is not None and step.index not in step_indices:
+                step_indices.add(step.index)
                 tensors += step.reads
-        return frozenset(found)
+        return frozenset(step_indices)
 
     def in_order(self) -> tuple[StepNode, ...]:
         """Return the steps in topological order, without those in cycles."""
@@ -133,11 +133,11 @@ class Graph:
         Args:
             decoupled: Returns whether the model of a step gives any number of responses.
         """
-        found = dict.fromkeys(self.inputs, ONCE)
+        tensor_origins = dict.fromkeys(self.inputs, ONCE)
         for step in self.in_order():
-            origin = step.index if decoupled(step) else origin_of(step, found)
-            found.update(dict.fromkeys(step.outputs.values(), origin))
-        return found
+            origin = step.index if decoupled(step) else origin_of(step, tensor_origins)
+            tensor_origins.update(dict.fromkeys(step.outputs.values(), origin))
+        return tensor_origins
 
 
 def origin_of(step: StepNode, origins: Mapping[str, int]) -> int:
@@ -268,7 +268,7 @@ class Plan:
 
     def _devices(self, conditions: frozenset[str]) -> dict[str, int]:
         """Return the device of each tensor whose writer and readers are all on that device."""
-        found: dict[str, int] = {}
+        devices: dict[str, int] = {}
         for planned in self.steps.values():
             for tensor in planned.outputs.values():
                 route, device = self.routes.get(tensor), planned.device
@@ -276,8 +276,8 @@ class Plan:
                     continue
                 readers = (self.steps.get(reader.index) for reader in route.readers)
                 if all(reader is not None and reader.device == device for reader in readers):
-                    found[tensor] = device
-        return found
+                    devices[tensor] = device
+        return devices
 
 
 class Firing(NamedTuple):
@@ -325,12 +325,12 @@ class Flow:
         """Store the request's inputs; omitted inputs are ABSENT."""
         self._put(inputs, 0)
 
-    def respond(self, step: PlannedStep, number: int, made: Tensors) -> None:
+    def respond(self, step: PlannedStep, number: int, tensors: Tensors) -> None:
         """Store the tensors of a step's response; omitted outputs are ABSENT."""
         if step.decoupled:
             number = self._counts.get(step.index, 0)
             self._counts[step.index] = number + 1
-        self._put(made, number)
+        self._put(tensors, number)
 
     def close(self) -> None:
         """Release all values, because the request has ended or failed."""
@@ -345,10 +345,10 @@ class Flow:
         self.firings.clear()
         self.responses.clear()
 
-    def _put(self, made: Tensors, number: int) -> None:
+    def _put(self, tensors: Tensors, number: int) -> None:
         """Store tensors with one number, and fire the steps and responses that they complete."""
         routes = self.plan.routes
-        for tensor, value in made:
+        for tensor, value in tensors:
             route = routes.get(tensor)
             if route is None:
                 value.release()
@@ -356,7 +356,7 @@ class Flow:
                 self._values[tensor, number] = value
                 if route.uses != 1:
                     self._remaining_uses[tensor, number] = route.uses
-        for tensor, value in made:
+        for tensor, value in tensors:
             route = routes.get(tensor)
             if route is None:
                 continue
@@ -390,19 +390,19 @@ class Flow:
             if key not in values:
                 return
         self._fired.add(fired)
-        taken: dict[str, Value] = {}  # values by name, each with a use for the reader
+        reader_values: dict[str, Value] = {}  # values by name, each with a use for the reader
         for key in keys:
             remaining = self._remaining_uses.get(key)
             if remaining is None:
-                taken[key[0]] = values.pop(key)
+                reader_values[key[0]] = values.pop(key)
                 continue
-            value = taken[key[0]] = values[key]
+            value = reader_values[key[0]] = values[key]
             value.acquire()
             if remaining == 2:
                 del self._remaining_uses[key]
             elif remaining != _ANY_NUMBER:
                 self._remaining_uses[key] = remaining - 1
-        self._start(reader, number, taken)
+        self._start(reader, number, reader_values)
 
     def _start(self, reader: TensorReader, number: int, values: dict[str, Value]) -> None:
         """Run a step or respond with these values, which hold a use for the reader."""

@@ -134,11 +134,11 @@ class Value(Token):
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
     """Return the parameters of the sequence that these tensors came with."""
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for value in values:
         if value.override:
-            found.update(value.override)
-    return found
+            parameters.update(value.override)
+    return parameters
 
 
 SKIPPED = Value(None, b"", holds=False)
@@ -201,22 +201,22 @@ class EnsembleMemory:
             Unavailable: The arena is gone.
         """
         memory = memory_range.memory
-        held = self._held.get(memory.id)
-        if held is None:
-            held = self._held[memory.id] = _HeldArena(memory)
-        held.users += 1
+        arena = self._held.get(memory.id)
+        if arena is None:
+            arena = self._held[memory.id] = _HeldArena(memory)
+        arena.users += 1
 
     def end_hold(self, memory_range: Range) -> None:
         """Release a range that `hold` kept."""
-        held = self._held[memory_range.memory.id]
-        held.users -= 1
-        if held.gone and not held.users:
+        arena = self._held[memory_range.memory.id]
+        arena.users -= 1
+        if arena.gone and not arena.users:
             self._close(memory_range.memory.id)
 
     def passed_on(self, memory_range: Range) -> Range:
         """Return a memory range in a form that is readable after its writer has exited."""
-        held = self._held.get(memory_range.memory.id)
-        return memory_range if held is None else replace(memory_range, memory=held.memory)
+        arena = self._held.get(memory_range.memory.id)
+        return memory_range if arena is None else replace(memory_range, memory=arena.memory)
 
     def copy(self, memory_range: Range) -> Block:
         """Return a block of the arena with the bytes of a worker's arena that is held.
@@ -228,10 +228,10 @@ class EnsembleMemory:
 
     def process_exited(self, pid: int) -> None:
         """Close the arena of a process that has exited once nothing uses it."""
-        for memory_id, held in list(self._held.items()):
-            if held.pid == pid:
-                held.gone = True
-                if not held.users:
+        for memory_id, arena in list(self._held.items()):
+            if arena.pid == pid:
+                arena.gone = True
+                if not arena.users:
                     self._close(memory_id)
         self._mappings.drop_process(pid)
 
@@ -311,12 +311,12 @@ class DeviceBlocks:
                 offset = segment.free.allocate(byte_size)
                 if offset is not None:
                     return Block(self.free, Range(segment.memory, offset, byte_size))
-        made = self._grow(device, byte_size)
-        if made is None:
+        new_segment = self._grow(device, byte_size)
+        if new_segment is None:
             return None
-        offset = made.free.allocate(byte_size)
+        offset = new_segment.free.allocate(byte_size)
         assert offset is not None
-        return Block(self.free, Range(made.memory, offset, byte_size))
+        return Block(self.free, Range(new_segment.memory, offset, byte_size))
 
     def _grow(self, device: int, byte_size: int) -> _Segment | None:
         had = sum(s.free.capacity for s in self._segments.values() if s.device == device)
@@ -326,13 +326,13 @@ class DeviceBlocks:
         try:
             if self._cuda is None:
                 self._cuda = self._make()
-            made = _Segment(self._cuda, device, size)
+            segment = _Segment(self._cuda, device, size)
         except ShmserveError as error:
             self._full.add(device)
             logger.warning("tensors between steps use host memory: %s", error.message)
             return None
-        self._segments[made.memory.id] = made
-        return made
+        self._segments[segment.memory.id] = segment
+        return segment
 
     def free(self, memory_range: Range) -> None:
         """Free a block; called by `Block.release`."""

@@ -140,11 +140,11 @@ class StepResponse:
             outputs.append(
                 StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
             )
-        made = {output.tensor for output in outputs}
-        given = schema.parameters or {}
+        tensors = {output.tensor for output in outputs}
+        parameters = schema.parameters or {}
         self.outputs = tuple(outputs)
-        self.absent = tuple((t, ABSENT) for t in step.outputs.values() if t not in made)
-        self.override = {key: given[key] for key in _OVERRIDES if key in given} or None
+        self.absent = tuple((t, ABSENT) for t in step.outputs.values() if t not in tensors)
+        self.override = {key: parameters[key] for key in _OVERRIDES if key in parameters} or None
 
 
 @dataclass(eq=False)
@@ -285,8 +285,8 @@ class StepMessages:
             self._discard(step, response.outputs, data)
             return
         step.answered = True
-        made = self._values(step, response, data, more_follow)
-        request.flow.respond(planned, step.firing.number, made)
+        tensors = self._values(step, response, data, more_follow)
+        request.flow.respond(planned, step.firing.number, tensors)
 
     def _values(
         self,
@@ -298,11 +298,11 @@ class StepMessages:
         """Return the tensors of a response, and the outputs that the response lacks as ABSENT."""
         firing = step.firing
         override = response.override or step.override
-        held = () if firing.step.once else _held_credits(firing)
+        held_credits = () if firing.step.once else _held_credits(firing)
         own = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
         if own is not None:
-            held = (*held, own)
-        made: list[tuple[str, Value]] = []
+            held_credits = (*held_credits, own)
+        tensors: list[tuple[str, Value]] = []
         try:
             for index, (name, kind, tensor, is_condition, for_client) in enumerate(
                 response.outputs
@@ -312,17 +312,17 @@ class StepMessages:
                 memory = None
                 if type(where) is not bytes:
                     where, memory = self._keep(step, name, where, for_client)  # type: ignore[arg-type]
-                made.append((tensor, Value(kind, where, memory, holds, override, held)))
+                tensors.append((tensor, Value(kind, where, memory, holds, override, held_credits)))
         except ShmserveError:
-            for _, value in made:
+            for _, value in tensors:
                 value.release()
-            self._discard(step, response.outputs[len(made) :], data[len(made) :])
+            self._discard(step, response.outputs[len(tensors) :], data[len(tensors) :])
             raise
         finally:
             if own is not None:
                 own.release()
-        made += response.absent
-        return made
+        tensors += response.absent
+        return tensors
 
     def _keep(
         self, step: StepRequest, name: str, memory_range: Range, for_client: bool
@@ -391,8 +391,8 @@ def _returned(step: StepRequest, memory_range: Range, block: Block) -> Block:
 
 def _held_credits(firing: Firing) -> tuple[Token, ...]:
     """Return the credits that are held by the inputs of a step."""
-    found = (credit for value in firing.inputs.values() for credit in value.held_credits)
-    return tuple(dict.fromkeys(found))
+    all_credits = (credit for value in firing.inputs.values() for credit in value.held_credits)
+    return tuple(dict.fromkeys(all_credits))
 
 
 def _requested(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
@@ -439,5 +439,5 @@ def placed_sizes(
         for output in requested
         if output.memory_range is None and step.outputs[output.name] not in graph.conditions
     }
-    known = {name: size for name, size in sizes.items() if size is not None}
-    return known if sum(known.values()) > INLINE_LIMIT else {}
+    known_sizes = {name: size for name, size in sizes.items() if size is not None}
+    return known_sizes if sum(known_sizes.values()) > INLINE_LIMIT else {}

@@ -307,11 +307,11 @@ class GenerativeDispatch(Dispatcher):
         self._counts.generated += sum(len(each.tokens) for each in beams.found)
         slot = generation.owner.slot
         if slot is not None:
-            found = [
+            hypotheses = [
                 Hypothesis(array("i", each.tokens).tobytes(), each.finish_reason, each.score)
                 for each in beams.found
             ]
-            self._executions.post(slot.peer, Choose(generation.key, found))
+            self._executions.post(slot.peer, Choose(generation.key, hypotheses))
 
     # --- counts
 

@@ -345,9 +345,9 @@ class Engine(Generic[T]):
             # `needed` includes the samples that the sequence has forked.
             promised += max(needed - (before - self.pool.available), 0)
 
-    def _seats(self, taken: list[Sequence[T]]) -> int:
-        """Return how many rows of a step are free beside the running sequences in `taken`."""
-        seats = sum(each.seats for each in taken if each.status is SequenceStatus.RUNNING)
+    def _seats(self, sequences: list[Sequence[T]]) -> int:
+        """Return how many rows of a step are free beside the running sequences in `sequences`."""
+        seats = sum(each.seats for each in sequences if each.status is SequenceStatus.RUNNING)
         return self.settings.max_batch_size - seats
 
     def _needed(self, sequence: Sequence[T]) -> int:
@@ -362,8 +362,8 @@ class Engine(Generic[T]):
         shared = generation.shared // size
         # Beams share blocks (copy-on-write).
         own = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
-        held = min(len(sequence.table), shared) + own
-        return max(shared + sequence.seats * (most - shared) - held, 0)
+        held_blocks = min(len(sequence.table), shared) + own
+        return max(shared + sequence.seats * (most - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free: int) -> bool:
         """Assign the cached blocks of its prompt's beginning to a sequence.

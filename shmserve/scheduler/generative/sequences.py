@@ -76,19 +76,19 @@ class BlockPool:
 
         As many must be `available`.
         """
-        found: list[int] = []
-        while len(found) < count and after >= 0:
+        blocks: list[int] = []
+        while len(blocks) < count and after >= 0:
             after += 1
             if after in self._cached:
                 self._evict(after)
             if not self._take_start(after):
                 break
-            found.append(after)
-        if len(found) < count:
-            found += self._apart(count - len(found))
-        for block in found:
+            blocks.append(after)
+        if len(blocks) < count:
+            blocks += self._apart(count - len(blocks))
+        for block in blocks:
             self.references[block] = 1
-        return found
+        return blocks
 
     def _apart(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
@@ -99,12 +99,12 @@ class BlockPool:
         while count:
             start = max(self._lengths, key=self._lengths.__getitem__)
             length = self._lengths[start]
-            taken = min(count, length)
+            block_count = min(count, length)
             # Half of the gap is left to the sequence before it.
-            first = start + (length - taken) // 2 if start else start
-            self._cut(start, first, taken)
-            yield from range(first, first + taken)
-            count -= taken
+            first = start + (length - block_count) // 2 if start else start
+            self._cut(start, first, block_count)
+            yield from range(first, first + block_count)
+            count -= block_count
 
     def _take_start(self, block: int) -> bool:
         """Take a block that begins a free extent; return False if it does not."""
@@ -113,13 +113,13 @@ class BlockPool:
         self._cut(block, block, 1)
         return True
 
-    def _cut(self, start: int, first: int, taken: int) -> None:
-        """Take `taken` blocks from `first` out of the extent at `start`."""
+    def _cut(self, start: int, first: int, block_count: int) -> None:
+        """Take `block_count` blocks from `first` out of the extent at `start`."""
         end = start + self._lengths.pop(start)
         del self._starts[end - 1]
         self._add(start, first)
-        self._add(first + taken, end)
-        self._free -= taken
+        self._add(first + block_count, end)
+        self._free -= block_count
 
     def _add(self, start: int, end: int) -> None:
         if start < end:
@@ -293,13 +293,13 @@ class Sequence(Generic[T]):
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
         """Return the cached blocks of its beginning; at least one token is left to compute."""
-        found: list[int] = []
+        blocks: list[int] = []
         for key in self.prefix_keys(block_size, (len(self.tokens) - 1) // block_size):
             block = pool.find(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
         """Register its full blocks in the prefix cache."""

@@ -56,12 +56,12 @@ def _fitted(matrix: list[list[float]], moments: list[float]) -> list[float]:
         ]
         for row, equation in zip(used, rows, strict=True):
             equation[-1] += _SURE[row] * _FIRST[row]
-        found = _solved(rows)
-        if min(found) >= 0:
-            for row, weight in zip(used, found, strict=True):
+        solution = _solved(rows)
+        if min(solution) >= 0:
+            for row, weight in zip(used, solution, strict=True):
                 weights[row] = weight
             break
-        del used[found.index(min(found))]
+        del used[solution.index(min(solution))]
     return weights
 
 
@@ -72,12 +72,12 @@ def _solved(rows: list[list[float]]) -> list[float]:
             factor = below[pivot] / top[pivot]
             for column in range(pivot, len(top)):
                 below[column] -= factor * top[column]
-    found: list[float] = []
+    solution: list[float] = []
     for pivot in range(len(rows) - 1, -1, -1):
         *before, right = rows[pivot]
-        partial_sum = sum(c * x for c, x in zip(reversed(before), found, strict=False))
-        found.append((right - partial_sum) / before[pivot])
-    return found[::-1]
+        partial_sum = sum(c * x for c, x in zip(reversed(before), solution, strict=False))
+        solution.append((right - partial_sum) / before[pivot])
+    return solution[::-1]
 
 
 @dataclass(slots=True, eq=False)

@@ -149,11 +149,11 @@ class LocalClientRules:
             self._limit_us and deadline_ns == min(arrived_ns, now_ns) + self._limit_us * 1000
         )
         limit = "--request-timeout-us" if of_server else ""
-        given = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
-        if given == (arrived_ns, deadline_ns, 0, limit) and not submit.callers:
+        sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
+        if sent_fields == (arrived_ns, deadline_ns, 0, limit) and not submit.callers:
             return submit
-        made = replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
-        return replace(made, source=0, limit=limit, callers="")
+        checked_submit = replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
+        return replace(checked_submit, source=0, limit=limit, callers="")
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """Return the deadline of a request, or 0.
@@ -173,19 +173,19 @@ class LocalClientRules:
     def _check_data(self, number: int, submit: Submit) -> None:
         """Check a request's data against its schema, and the schema against the model."""
         data = submit.data
-        known = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
-        schema, fits = known
+        schema_entry = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        schema, fits = schema_entry
         if len(data) != schema.count:
             raise MalformedMessage("a request's data do not match its schema")
-        for tensor, given in zip(schema.inputs, data, strict=False):
-            if type(given) is bytes:
-                size = len(given)
+        for tensor, tensor_data in zip(schema.inputs, data, strict=False):
+            if type(tensor_data) is bytes:
+                size = len(tensor_data)
             else:
-                size = self._checked_place(number, given).byte_size
+                size = self._checked_place(number, tensor_data).byte_size
             if size != tensor.byte_size >= 0:
                 fits = False
-        for given in data[len(schema.inputs) :]:
-            self._checked_place(number, given)
+        for tensor_data in data[len(schema.inputs) :]:
+            self._checked_place(number, tensor_data)
         if not fits:
             inference = schema.inference(data)
             self._signature.check(submit.request_id, inference.inputs, inference.outputs)
@@ -201,10 +201,10 @@ class LocalClientRules:
             return _LocalSchema(schema, fits=False)
         return _LocalSchema(schema, fits=True)
 
-    def _checked_place(self, number: int, given: Any) -> Range:
+    def _checked_place(self, number: int, packed_range: Any) -> Range:
         """Return the memory range of a tensor if it is in memory that the client has shared."""
         try:
-            memory_range = unpack_range(given)
+            memory_range = unpack_range(packed_range)
         except (TypeError, ValueError) as error:
             raise MalformedMessage(f"not a range: {error}") from error
         self._check_owner(number, memory_range)
@@ -271,10 +271,10 @@ class LocalTraces:
                 return
         elif type(message) is not Finished and type(message) is not Failed:
             return
-        found = self.open.pop((peer, message.id), None)
-        if found is not None:
+        measured = self.open.pop((peer, message.id), None)
+        if measured is not None:
             error = "" if type(message) is Finished or not message.code else message.message
-            self._report_trace(*found, message.spans, error)
+            self._report_trace(*measured, message.spans, error)
 
     def _report_trace(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()

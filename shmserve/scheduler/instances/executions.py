@@ -226,11 +226,11 @@ class Executions:
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
         """Remove and return the releases that are kept for an unannounced process."""
-        taken = [read for of, read in self._unknown if of == pid]
-        if taken:
+        releases = [read for of, read in self._unknown if of == pid]
+        if releases:
             others_unknown = [each for each in self._unknown if each[0] != pid]
             self._unknown = deque(others_unknown, _MOST_EARLY)
-        return taken
+        return releases
 
     def _send_early(self, slot: Slot | None) -> None:
         """Send an instance that became ready the releases that were kept for it."""

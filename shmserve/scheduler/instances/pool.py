@@ -355,7 +355,7 @@ class Pool:
 
         If its batches end soon, an only instance has a credit of two at least.
         """
-        found: Slot | None = None
+        least: Slot | None = None
         if credit == 1 and ends_soon and len(self._by_peer) == 1:
             credit = 2  # no other instance could run a batch that is sent ahead
         if credit > 1:
@@ -367,8 +367,8 @@ class Pool:
                     and not slot.retiring
                     and (not self._most_open or len(slot.requests) < self._most_open)
                 ):
-                    found, credit = slot, batches
-        return found
+                    least, credit = slot, batches
+        return least
 
     def assign(self, execution: Execution, required: Slot | None = None) -> Slot:
         """Assign a batch to an instance, and return its slot.
@@ -436,12 +436,12 @@ class Pool:
             some: Whether one such instance is sufficient.
         """
         coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
-        held = [
+        occupied = [
             bool(slot.executions)
             and any((slot.pid, each.key) in callers for each in slot.executions[0].requests)
             for slot in coming
         ]
-        return any(held) if some else bool(held) and all(held)
+        return any(occupied) if some else bool(occupied) and all(occupied)
 
     def ready(self) -> list[Slot]:
         """Return the instances with a worker."""

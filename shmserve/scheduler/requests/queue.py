@@ -145,8 +145,8 @@ class PriorityQueue:
 
     def size(self, level: int) -> int:
         """Return the number of requests of a level."""
-        found = self._levels.get(level)
-        return 0 if found is None else len(found)
+        requests = self._levels.get(level)
+        return 0 if requests is None else len(requests)
 
     def append(self, request: ScheduledRequest) -> None:
         """Queue a request after those of its level that are in time."""
@@ -181,7 +181,7 @@ class PriorityQueue:
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Remove and return the first `count` requests."""
-        taken: list[ScheduledRequest] = []
+        scheduled_requests: list[ScheduledRequest] = []
         self.count -= count
         while count:
             number = self._order[0]
@@ -190,17 +190,17 @@ class PriorityQueue:
             size = len(part)
             if size <= count:
                 count -= size
-                taken += part.values()
+                scheduled_requests += part.values()
                 part.clear()
             else:
                 first = list(islice(part.values(), count))
                 count = 0
-                taken += first
+                scheduled_requests += first
                 for request in first:
                     del part[request.key]
             if not (level.in_time or level.delayed):
                 self._remove_empty_level(number)
-        return taken
+        return scheduled_requests
 
     def _remove_empty_level(self, number: int) -> None:
         """Remove an empty level.
@@ -345,10 +345,10 @@ class RequestQueue:
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Dispatch the first `count` requests of the queue."""
-        taken = self.in_order.take(count)
-        for request in taken:
+        requests = self.in_order.take(count)
+        for request in requests:
             request.meet(Event.DISPATCH)
-        return taken
+        return requests
 
     def retry(self, request: ScheduledRequest) -> None:
         """Requeue a request whose worker died; it runs alone and before all others."""

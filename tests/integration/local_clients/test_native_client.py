@@ -251,9 +251,9 @@ def test_regions_are_checked(client) -> None:
         with pytest.raises(shmserve.client.InvalidArgument, match="too small for"):
             region.view("x", (2,))
     with client.allocate({"x": ((4,), "FP32"), "y": ((4,), "FP32")}) as region:
-        for shape in ((-1,), (-2, -2), -4):  # numpy's -1 would reach to the memory's end
+        for wrong_shape in ((-1,), (-2, -2), -4):  # numpy's -1 would reach to the memory's end
             with pytest.raises(shmserve.client.InvalidArgument, match="not an integer"):
-                region.view("x", shape)
+                region.view("x", wrong_shape)
     with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": frames()})
 

@@ -217,3 +217,23 @@ def test_a_class_of_a_script_is_served(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert float(done.stdout) == 12.0
+
+
+@pytest.mark.parametrize(("file", "name"), [("blur.py", "Blur"), ("model/__init__.py", "Model")])
+def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        f"import numpy as np\nfrom shmserve.model import FP32\nclass {name}:\n"
+        "    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
+        "        return x * 2\n"
+    )
+    module = name.lower()
+    (tmp_path / "script.py").write_text(
+        f"import numpy as np\nimport shmserve\nfrom {module} import {name}\n"
+        f"with shmserve.serve({name}) as server:\n"
+        f"    print(server.infer('{module}', x=np.ones((1, 4), np.float32))['output'].sum())\n"
+    )
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "8.0\n", done.stderr
