@@ -17,7 +17,7 @@ def nothing() -> None:
 
 
 class RegisteredMemory:
-    """Memory that is registered with a server; `memory` describes it to the connected server."""
+    """Memory that is registered with a server; `memory` is the server's description of it."""
 
     memory: Memory | None = None
 
