@@ -135,12 +135,12 @@ class _Worker:
                         logger.warning("unexpected %s", type(message).__name__)
 
     def _complete(self, config: ModelSpec) -> None:
-        completed = self._made(config).complete_config(config.source)
+        completed = self._make_backend(config).complete_config(config.source)
         self._control.send(ConfigCompleted(completed))
 
     def _load(self, config: ModelSpec) -> None:
         began = time.monotonic()
-        backend = self._made(config)
+        backend = self._make_backend(config)
         # Called early, because it raises if a data file cannot be read.
         read_states(config, self._context.model_dir)
         backend.load(config)
@@ -153,7 +153,7 @@ class _Worker:
         seconds = time.monotonic() - began
         self._control.send(InstanceLoaded(seconds, backend.checks_ready, _device_byte_size()))
 
-    def _made(self, config: ModelSpec) -> Backend:
+    def _make_backend(self, config: ModelSpec) -> Backend:
         if self._refusal is not None:
             raise self._refusal
         if self._backend is None:

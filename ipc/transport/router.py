@@ -150,7 +150,7 @@ class Router:
             os.unlink(self._path)  # the socket of a killed server
         self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG))
         try:
-            self._made = os.stat(self._path)
+            self._socket_stat = os.stat(self._path)
         except OSError as error:  # the folder was removed at the same time
             raise out_of_descriptors(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
@@ -279,7 +279,7 @@ class Router:
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             # If the folder was removed, another server may have created it again.
-            if os.path.samestat(os.stat(self._path), self._made):
+            if os.path.samestat(os.stat(self._path), self._socket_stat):
                 os.unlink(self._path)
         self._poll.close()
 

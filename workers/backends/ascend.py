@@ -139,7 +139,7 @@ class OfflineModel:
         self._later(stack, "acl.finalize", acl.finalize)
         self._check("acl.rt.set_device", acl.rt.set_device(device_id))
         self._later(stack, "acl.rt.reset_device", acl.rt.reset_device, device_id)
-        context = self._made("acl.rt.create_context", acl.rt.create_context(device_id))
+        context = self._checked("acl.rt.create_context", acl.rt.create_context(device_id))
         self._later(stack, "acl.rt.destroy_context", acl.rt.destroy_context, context)
 
         workspace, weights, error = acl.mdl.query_size(path)
@@ -148,7 +148,7 @@ class OfflineModel:
         base = self._allocate(stack, size)
         where = (base + at_workspace, workspace, base + at_weights, weights)
         loaded = acl.mdl.load_from_file_with_mem(path, *where)
-        self._model = self._made("acl.mdl.load_from_file_with_mem", loaded)
+        self._model = self._checked("acl.mdl.load_from_file_with_mem", loaded)
         self._later(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
 
         description = acl.mdl.create_desc()
@@ -170,7 +170,7 @@ class OfflineModel:
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
-        base: int = self._made(f"acl.rt.malloc of {byte_size} bytes", result)
+        base: int = self._checked(f"acl.rt.malloc of {byte_size} bytes", result)
         self._later(stack, "acl.rt.free", self._acl.rt.free, base)
         return base
 
@@ -184,7 +184,7 @@ class OfflineModel:
         name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
         number = getattr(mdl, f"get_{side}_data_type")(description, index)
         result = getattr(mdl, f"get_{side}_dims")(description, index)
-        dims = tuple(self._made(f"acl.mdl.get_{side}_dims", result)["dims"])
+        dims = tuple(self._checked(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
         datatype = _DATATYPES.get(number)
         if datatype is None:
@@ -206,7 +206,7 @@ class OfflineModel:
             buffer = acl.create_data_buffer(address, tensor.byte_size)
             self._later(stack, "acl.destroy_data_buffer", acl.destroy_data_buffer, buffer)
             added = acl.mdl.add_dataset_buffer(dataset, buffer)
-            self._made("acl.mdl.add_dataset_buffer", added)
+            self._checked("acl.mdl.add_dataset_buffer", added)
         return dataset
 
     def put(self, index: int, at: int, address: int, byte_size: int) -> None:
@@ -231,7 +231,7 @@ class OfflineModel:
         """Release all resources in the reverse order."""
         self._undo.close()
 
-    def _made(self, call: str, result: Any) -> Any:
+    def _checked(self, call: str, result: Any) -> Any:
         value, error = result
         self._check(call, error)
         return value

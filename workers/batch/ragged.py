@@ -55,7 +55,7 @@ class Ragged:
 
     def __init__(self, config: ModelSpec) -> None:
         self._batched = config.max_batch_size > 0
-        self._made = [
+        self._generated = [
             _Made(name, each.source_input[0], _VALUES[each.kind], np.dtype(NUMPY[each.datatype]))
             for each in config.batch_input
             for name in each.target_name
@@ -70,7 +70,7 @@ class Ragged:
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """Return the generated inputs of a batch, except those whose source is missing."""
         arrays: dict[str, Array] = {}
-        for name, source, values, kind in self._made:
+        for name, source, values, kind in self._generated:
             if source in requests[0].inputs:
                 shapes = [request.inputs[source].shape for request in requests]
                 arrays[name] = values(shapes, self._batched).astype(kind)

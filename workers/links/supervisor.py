@@ -168,7 +168,7 @@ class SupervisorLink:
             self._waiting[number] = arrived
         try:
             self.send(request(number, *fields))
-            while (response := self._taken(number)) is None:
+            while (response := self._take(number)) is None:
                 if not self.dealer.connected:
                     raise Unavailable("the server has exited")
                 # If another thread reads the response, it signals `arrived`.
@@ -182,7 +182,7 @@ class SupervisorLink:
             raise from_code(response.code, response.message)
         return response.payload
 
-    def _taken(self, number: int) -> Answer | None:
+    def _take(self, number: int) -> Answer | None:
         with self._lock:
             self.pump()
             return self._responses.pop(number, None)

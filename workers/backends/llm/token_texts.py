@@ -178,12 +178,12 @@ class Detokenizer:
         self._tokens = context  # tokens of the last text, followed by the pending ones
         self._read = texts.complete(self._tokens)  # the number of tokens of the last text
         self._before = self._decode(self._tokens[: self._read])
-        self._taken = self._ahead = 0
+        self._consumed = self._ahead = 0
 
     @property
     def position(self) -> int:
         """Return the number of complete characters, including characters held back."""
-        return self._taken + self._ahead
+        return self._consumed + self._ahead
 
     def add(self, token: int) -> str:
         """Append a token, and return the text that is complete now."""
@@ -207,7 +207,7 @@ class Detokenizer:
         new = text[len(self._before) :] if valid else self._decode(pending)
         self._tokens, self._read = pending, len(pending)
         self._before = self._decode(pending)
-        self._taken += len(new)
+        self._consumed += len(new)
         self._ahead = 0
         return new
 

@@ -139,11 +139,11 @@ class HostBinding:
         self._session.run_with_iobinding(binding)
         values = dict(zip(names, binding.get_outputs(), strict=True))
         return {
-            name: targets[name] if name in targets else self._made(name, value, binding)
+            name: targets[name] if name in targets else self._output(name, value, binding)
             for name, value in values.items()
         }
 
-    def _made(self, name: str, value: Any, binding: Any) -> Array:
+    def _output(self, name: str, value: Any, binding: Any) -> Array:
         """Return an array over memory of onnxruntime, which it keeps."""
         return np.asarray(_Tensor(value, binding, _DTYPES[self._outputs[name].datatype]))
 
@@ -175,11 +175,11 @@ class DeviceBinding:
         binding.synchronize_outputs()
         values = binding.get_outputs()
         return {
-            name: self._made(name, value, binding)
+            name: self._output(name, value, binding)
             for name, value in zip(names, values, strict=True)
         }
 
-    def _made(self, name: str, value: Any, binding: Any) -> torch.Tensor:
+    def _output(self, name: str, value: Any, binding: Any) -> torch.Tensor:
         """Return a tensor over memory of onnxruntime, which it keeps."""
         import torch
 

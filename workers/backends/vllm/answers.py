@@ -52,7 +52,7 @@ class VllmAnswer:
         self, call: VllmCall, requested: Collection[str], flags: Collection[str], stream: bool
     ) -> None:
         self._call = call
-        self._wanted = {*(requested or ("text_output",)), *flags}
+        self._requested = {*(requested or ("text_output",)), *flags}
         self._flags = flags
         self._stream = stream
         self._prompt: list[int] = []
@@ -99,13 +99,13 @@ class VllmAnswer:
         }
         if "logprobs" in self._flags:
             values["logprobs"] = [_plain_logprobs(each.logprobs) for each in samples]
-        elif "logprobs" in self._wanted:
+        elif "logprobs" in self._requested:
             values["logprobs"] = [
                 self._logprobs(result, each, each.index in first) for each in samples
             ]
-        if "message" in self._wanted:
+        if "message" in self._requested:
             values["message"] = map(self._message, samples)
-        return [output(name, values[name]) for name in OUTPUTS if name in self._wanted]
+        return [output(name, values[name]) for name in OUTPUTS if name in self._requested]
 
     def _usage(self) -> bytes:
         counts = [count for _, count in sorted(self._counts.items())]

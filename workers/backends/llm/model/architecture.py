@@ -169,7 +169,7 @@ class Architecture:
         if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
-        architecture = cls._made(family, config, heads, positions, rope)
+        architecture = cls._build(family, config, heads, positions, rope)
         if heads % architecture.kv_heads:
             problems.append(
                 f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
@@ -180,7 +180,7 @@ class Architecture:
         return None if len(problems) > problem_count else architecture
 
     @classmethod
-    def _made(
+    def _build(
         cls, family: str, config: Mapping[str, Any], heads: int, positions: int, rope: Rope
     ) -> Self:
         biased = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))

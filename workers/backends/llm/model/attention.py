@@ -216,7 +216,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
     return lone
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that the lone rows of a pass see, at indices `row_indices`.
 
     Attributes:
@@ -413,18 +413,18 @@ class SparseAttention(Attention):
         lone = lone_rows(rows, cache)
         if not lone:
             return super().for_rows(rows)
-        seen = Seen.of(lone, len(rows.tokens), cache)
+        visible = VisibleKeys.of(lone, len(rows.tokens), cache)
         alone = {row.row_index for row in lone}
         last = rows.spans[-1]
         count = last.first + last.size
         runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            sparse = seen.attend(heads, *cache.rows[layer])
+            sparse = visible.attend(heads, *cache.rows[layer])
             if not runs:
                 return _padded(sparse, heads.shape[0])
             output = heads.new_empty(count, sparse.shape[1])
-            output[seen.row_indices] = sparse
+            output[visible.row_indices] = sparse
             for run in runs:
                 output[run.first : run.first + run.size] = self._find(heads, layer, run)
             return _padded(output, heads.shape[0])

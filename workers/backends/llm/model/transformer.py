@@ -173,7 +173,7 @@ class Layer:
     down: Linear
 
 
-class Some(NamedTuple):
+class SelectedRows(NamedTuple):
     """A selection of rows of a pass, at indices `rows_out`, with their own attention."""
 
     rows_out: list[int]
@@ -220,13 +220,13 @@ class Transformer:
         count = len(rows.tokens)
         rows.pad(FEWEST_ROWS)
         attend = attention.for_rows(rows)
-        some = None
+        picked = None
         if len(logit_rows) < count:
             few = rows.only(logit_rows)
             few.pad(FEWEST_ROWS)
             rows_out = logit_rows + logit_rows[-1:] * (len(few.tokens) - len(logit_rows))
-            some = Some(rows_out, attention.for_rows(few) if logit_rows else attend)
-        wide = self.states(*rows.tensors(), cache, attend, some)
+            picked = SelectedRows(rows_out, attention.for_rows(few) if logit_rows else attend)
+        wide = self.states(*rows.tensors(), cache, attend, picked)
         if not logit_rows:
             return wide.new_empty(0, self.architecture.vocabulary)
         return self.logits(wide)[: len(logit_rows)]
@@ -238,9 +238,9 @@ class Transformer:
         slots: torch.Tensor,
         cache: KvCache,
         attend: Attend,
-        some: Some | None = None,
+        picked: SelectedRows | None = None,
     ) -> torch.Tensor:
-        """Return the states after the last layer of all rows, or of `some`.
+        """Return the states after the last layer of all rows, or of `picked`.
 
         The result is float32 [rows, hidden and more]: the states within a wider tensor with the
         norm of the states.
@@ -253,11 +253,11 @@ class Transformer:
             projected = layer.qkv(_normed(states, wide, layer.before))
             heads = self._turn(layer, projected, turns)
             cache.write(number - 1, heads[:, model.heads :], slots)
-            if some is not None and number == model.layers:
+            if picked is not None and number == model.layers:
                 # The states of other rows are not needed any more.
-                if not some.rows_out:
+                if not picked.rows_out:
                     break
-                wide, heads, attend = wide[some.rows_out], heads[some.rows_out], some.attend
+                wide, heads, attend = wide[picked.rows_out], heads[picked.rows_out], picked.attend
                 states = wide[:, : model.hidden]
             states += layer.output(attend(heads, number - 1))
             self._feed(layer, wide)
