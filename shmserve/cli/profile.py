@@ -9,6 +9,7 @@ import argparse
 import time
 import urllib.request
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -96,6 +97,8 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
     """Return the current metrics of a model by name; those of step_seconds by name and phase."""
+    if urlsplit(url).path in ("", "/") and url.startswith("http"):
+        url = url.rstrip("/") + "/metrics"
     request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")
@@ -104,8 +107,12 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
             page = response.read().decode()
     except (OSError, ValueError) as error:
         raise Unavailable(f"{url}: {error}") from None
+    try:
+        families = list(text_string_to_metric_families(page))
+    except ValueError as error:
+        raise InvalidArgument(f"--metrics-url: {url} does not return metrics: {error}") from None
     samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
+    for family in families:
         for sample in family.samples if family.name.startswith(_PREFIX) else ():
             if sample.labels.get("model") == model and "le" not in sample.labels:
                 name = sample.name.removeprefix(_PREFIX)

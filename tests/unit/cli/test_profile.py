@@ -39,6 +39,12 @@ def test_a_server_that_is_not_there_is_named() -> None:
     )
     with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/metrics"):
         profile.run(asked)
+    asked.metrics_url = "http://127.0.0.1:9"
+    with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/metrics"):
+        profile.run(asked)
+    asked.metrics_url = "data:text/html,<!doctype html>"
+    with pytest.raises(InvalidArgument, match=r"does not return metrics: .*<!doctype html>"):
+        profile.run(asked)
     asked.seconds = 0.0
     with pytest.raises(InvalidArgument, match="--seconds: 0 is not more than 0"):
         profile.run(asked)
