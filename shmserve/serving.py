@@ -86,14 +86,14 @@ def serve(
     if os.environ.get(_INSIDE):
         raise InvalidArgument("a model called shmserve.serve() while the server imported its file")
     single = isinstance(models, type | str | os.PathLike)
-    each: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
     folder = Path(tempfile.mkdtemp(prefix="shmserve-"))
     try:
-        arguments = [word for model in each for word in _arguments(model, folder)]
+        arguments = [word for model in classes for word in _arguments(model, folder)]
         run_dir = folder / "run"
-        given = {"allow_grpc": False, "allow_metrics": False, **flags}
-        given |= {"http_port": port, "run_dir": run_dir}
-        arguments += [_flag(name, value) for name, value in given.items()]
+        options = {"allow_grpc": False, "allow_metrics": False, **flags}
+        options |= {"http_port": port, "run_dir": run_dir}
+        arguments += [_flag(name, value) for name, value in options.items()]
         with _process(arguments, folder / "log") as process:
             server = _ready_client(process, run_dir, folder / "log", timeout, token)
             try:
@@ -159,10 +159,10 @@ def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
     """Return the error of a server that has ended, or that is not ready in time."""
     lines = [line.strip() for line in _ERROR_LINE.findall(log)]
     kinds = {kind.title: kind for kind in ShmserveError.__subclasses__()}
-    found = [match for match in map(_FAILED.match, lines) if match]
-    if found:
-        kind = kinds.get(found[0][1], ShmserveError)
-        texts = dict.fromkeys(match[2].replace("\\n", "\n") for match in found)
+    matches = [match for match in map(_FAILED.match, lines) if match]
+    if matches:
+        kind = kinds.get(matches[0][1], ShmserveError)
+        texts = dict.fromkeys(match[2].replace("\\n", "\n") for match in matches)
         return kind("\n".join(texts))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
@@ -200,8 +200,8 @@ def _file_of(kind: type, folder: Path) -> Path:
         if "." in kind.__qualname__:
             text += f"{kind.__name__} = {kind.__qualname__}\n"
         if package == path.stem:  # the worker imports the made file under the same name, and first
-            made = str(path.resolve().parent)
-            text = f"import sys\nsys.path.remove({made!r})\ndel sys.modules[__name__]\n{text}"
+            resolved = str(path.resolve().parent)
+            text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
     else:
         text = _definitions(kind)
     path.parent.mkdir()
@@ -221,13 +221,13 @@ def _definitions(kind: type) -> str:
     named = _names(own)
     used: list[ast.stmt] = []
     while True:
-        found = [
+        definitions = [
             each for each in statements if each not in used and not named.isdisjoint(_bound(each))
         ]
-        if not found:
+        if not definitions:
             break
-        used += found
-        named = named.union(*map(_names, found))
+        used += definitions
+        named = named.union(*map(_names, definitions))
     chosen = [each for each in statements if each in used and kind.__name__ not in _bound(each)]
     future = "from __future__ import annotations\n" if _postpones(statements) else ""
     return future + "\n\n".join(map(ast.unparse, [*chosen, own])) + "\n"

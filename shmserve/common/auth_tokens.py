@@ -110,11 +110,11 @@ class Authorisation:
         if kind.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.strip().encode(errors="surrogateescape")).digest()
-        found: frozenset[str] | None = None
+        granted: frozenset[str] | None = None
         for accepted_digest, scopes in self._tokens:
             if hmac.compare_digest(accepted_digest, digest):
-                found = scopes
-        return found
+                granted = scopes
+        return granted
 
     @staticmethod
     def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
@@ -132,8 +132,8 @@ class Authorisation:
         rule = self.restrictions.get(scope)
         if rule is None:
             return None
-        given = metadata.get(rule.header.lower(), "")
-        if hmac.compare_digest(_raw(given), _raw(rule.value)):
+        value = metadata.get(rule.header.lower(), "")
+        if hmac.compare_digest(_raw(value), _raw(rule.value)):
             return None
         return Restricted(f"This {self._api_noun} is restricted, expecting header '{rule.header}'")
 
@@ -197,7 +197,7 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
         prefix: The prefix of every header.
     """
     kind = flag.rpartition("-")[2]  # the noun in messages: "api" or "protocol"
-    found: dict[str, Restriction] = {}
+    restrictions: dict[str, Restriction] = {}
     for text in values:
         names, _, setting = text.partition(":")
         header, _, value = setting.partition("=")
@@ -211,13 +211,13 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
                 raise InvalidArgument(
                     f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed})"
                 )
-            if name in found:
+            if name in restrictions:
                 raise InvalidArgument(
                     f"{flag}: restricted {kind} '{name}' can not be specified in multiple config "
                     "groups"
                 )
-            found[name] = Restriction(prefix + header, value)
-    return found
+            restrictions[name] = Restriction(prefix + header, value)
+    return restrictions
 
 
 def encode_restrictions(restrictions: Restrictions) -> dict[str, Any]:

@@ -43,9 +43,9 @@ class CpuUtilization:
 def memory_bytes() -> tuple[int, int]:
     """Return the bytes of the host's memory, and those that are not available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = found["MemTotal"]
-    return total, total - found.get("MemAvailable", found["MemFree"])
+    fields = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total = fields["MemTotal"]
+    return total, total - fields.get("MemAvailable", fields["MemFree"])
 
 
 def processors() -> tuple[int, float | None]:
@@ -76,8 +76,8 @@ def cgroup_limit(controller: str, name: str, older: str) -> int | None:
 
     The limit is in the file `name`, or `older` if the controller has a hierarchy of its own.
     """
-    found = (_number(group / (older if old else name)) for group, old in _cgroups(controller))
-    return min((number for number in found if number is not None), default=None)
+    limits = (_number(group / (older if old else name)) for group, old in _cgroups(controller))
+    return min((number for number in limits if number is not None), default=None)
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
@@ -121,8 +121,8 @@ def proportional_bytes(supervisor: int) -> tuple[int, int]:
     A page that several processes share counts in each of them by its share (PSS), so that the sum
     is what the server uses. Where the kernel does not report it, resident memory is counted.
     """
-    found = list(processes(supervisor))
-    return len(found), sum(_proportional_bytes(each) for each in found)
+    pids = list(processes(supervisor))
+    return len(pids), sum(_proportional_bytes(each) for each in pids)
 
 
 def _proportional_bytes(process: Process) -> int:
@@ -203,8 +203,8 @@ def _visible(listed: str, count: int) -> int:
 
 def cuda_devices(visible: str | None = None) -> int:
     """Return the number of CUDA devices of the host."""
-    found = accelerators(visible=visible)
-    return found.count if found.kind == "cuda" else 0
+    devices = accelerators(visible=visible)
+    return devices.count if devices.kind == "cuda" else 0
 
 
 def cuda_not_supported(name: str) -> InvalidArgument:

@@ -205,8 +205,8 @@ def _number(value: float) -> str:
         return "NaN"
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
-    whole = isinstance(value, int) or (value == int(value) and abs(value) < 1e15)
-    return str(int(value)) if whole else repr(float(value))
+    is_integer = isinstance(value, int) or (value == int(value) and abs(value) < 1e15)
+    return str(int(value)) if is_integer else repr(float(value))
 
 
 def total(snapshot: dict[str, Any]) -> dict[str, Any]:

@@ -68,9 +68,9 @@ class DoubledName(ValueError):
 
 def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of its members (json's `object_pairs_hook`); raise DoubledName."""
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in objects:
             raise DoubledName(name)
-        found[name] = value
-    return found
+        objects[name] = value
+    return objects

@@ -178,13 +178,13 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
     The result is None if the kernel does not report it, for instance after that end was closed.
     """
     try:
-        found = tcp_owner(remote, local)
+        owner = tcp_owner(remote, local)
     except OSError:
-        found = _listed(local, remote)
+        owner = _listed(local, remote)
     # A socket that no process owns any more (inode 0) is reported as root's.
-    if found is None or not found[1]:
+    if owner is None or not owner[1]:
         return None
-    return Peer(found[0], groups_of(found[0]))
+    return Peer(owner[0], groups_of(owner[0]))
 
 
 def _listed(local: Address, remote: Address) -> tuple[int, int] | None:
@@ -202,14 +202,14 @@ def _listed(local: Address, remote: Address) -> tuple[int, int] | None:
 def _tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
     folder = Path("/proc/net")
     a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (remote, local))
-    found = []
+    tables = []
     if isinstance(a, ipaddress.IPv4Address) and isinstance(b, ipaddress.IPv4Address):
-        found.append((folder / "tcp", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
+        tables.append((folder / "tcp", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
         # A client may use an IPv6 socket for IPv4.
         prefix = bytes(10) + b"\xff\xff"
         a, b = (ipaddress.IPv6Address(prefix + address.packed) for address in (a, b))
-    found.append((folder / "tcp6", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
-    return found
+    tables.append((folder / "tcp6", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
+    return tables
 
 
 def _spell(packed: bytes, port: int) -> str:
@@ -235,14 +235,14 @@ def is_loopback(address: str) -> bool:
 def network(address: str) -> str:
     """Return the network of an address. For IPv6 it is the /64, which one host may own entirely."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
-    return str(found)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(parsed) >> 64 << 64))
+    return str(parsed)
 
 
 def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:

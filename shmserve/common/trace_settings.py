@@ -87,8 +87,8 @@ class TraceSettings:
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
-        given = {key: value for key, value in changes.items() if value is not None}
-        return replace(self, **given) if given else self
+        present = {key: value for key, value in changes.items() if value is not None}
+        return replace(self, **present) if present else self
 
     def shown(self) -> dict[str, list[str]]:
         """Return the settings as lists of strings, the protocol's format."""
@@ -97,7 +97,7 @@ class TraceSettings:
         return {"trace_level": list(self.trace_level), **texts}
 
 
-def read_changes(given: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
+def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
     """Return the settings that a request changes; None resets one to the server's value.
 
     Settings that the extension does not define are ignored.
@@ -106,13 +106,13 @@ def read_changes(given: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
         InvalidArgument: A value is invalid.
         Unsupported: A client may not change the setting.
     """
-    if given.get("trace_file"):
+    if settings.get("trace_file"):
         raise Unsupported("trace file location can not be updated through network protocol")
     changes: dict[str, Any] = {}
     for name in ("trace_level", *_RANGES):
-        if name not in given:
+        if name not in settings:
             continue
-        values = given[name]
+        values = settings[name]
         if not values:
             changes[name] = None
         elif name == "trace_level":
@@ -264,8 +264,8 @@ class Samplers:
     def set(self, settings: dict[str, dict[str, Any]]) -> None:
         """Replace the settings. Samplers whose settings do not change keep their counts."""
         before, self._by_model = self._by_model, {}
-        for model, given in settings.items():
-            sampler = Sampler(TraceSettings(**given))
+        for model, settings_of_model in settings.items():
+            sampler = Sampler(TraceSettings(**settings_of_model))
             previous = before.get(model)
             self._by_model[model] = (
                 previous if previous and previous.settings == sampler.settings else sampler

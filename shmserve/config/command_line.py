@@ -87,13 +87,13 @@ def parse(arguments: Sequence[str]) -> Parsed:
     given = FlagValues()
     positional: list[str] = []
     after_boolean: dict[str, str] = {}
-    rest = list(arguments)
+    remaining = list(arguments)
     bare_flag = ""  # the preceding boolean flag, if it has no value
     collected = Collected()
-    for word in rest:
+    for word in remaining:
         collected(_check_text, word)
-    while rest:
-        word = rest.pop(0)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("-") or word == "-":
             if word.rpartition("/")[2] == "tritonserver" and not Path(word).is_dir():
                 continue  # skips the first word of a chart's arguments, which follow an entry point
@@ -108,9 +108,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
             collected.problems.append(_unknown(word.partition("=")[0], flags))
             continue
         flag = flags[0]
-        count = len(rest)
-        value = collected(_value, flag, text if equals else None, rest)
-        bare_flag = flag.name if not equals and len(rest) == count else ""
+        count = len(remaining)
+        value = collected(_value, flag, text if equals else None, remaining)
+        bare_flag = flag.name if not equals and len(remaining) == count else ""
         if value is not None:
             given.add(flag, value)
     file = given.values.get("config")
@@ -128,8 +128,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     )
 
 
-def _value(flag: Flag, text: str | None, rest: list[str]) -> Value:
-    return flag.parse(flag.following(rest) if text is None else text)
+def _value(flag: Flag, text: str | None, remaining: list[str]) -> Value:
+    return flag.parse(flag.following(remaining) if text is None else text)
 
 
 def _check_text(word: str) -> None:
@@ -172,8 +172,8 @@ def parse_file(text: str, path: str) -> FlagValues:
         return FlagValues()
     if not isinstance(top, yaml.MappingNode):
         kind = "list" if isinstance(top, yaml.SequenceNode) else "string"
-        found = f"expected a mapping (FLAG: VALUE), found a {kind}"
-        raise Problems([f"{_at(path, top.start_mark)}: {found}"])
+        problem = f"expected a mapping (FLAG: VALUE), found a {kind}"
+        raise Problems([f"{_at(path, top.start_mark)}: {problem}"])
     settings = FlagValues()
     lines: dict[str, int] = {}
     problems: list[str] = []

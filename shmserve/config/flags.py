@@ -88,19 +88,19 @@ class Flag:
             )
         return number
 
-    def following(self, rest: list[str]) -> str:
+    def following(self, remaining: list[str]) -> str:
         """Return the text of the flag's value if it is the next word, which is removed from `rest`.
 
         Raises:
             InvalidArgument: The value is missing; the message names the flag.
         """
         if self.kind is bool:
-            if rest and rest[0].lower() in _TRUE + _FALSE:
-                return rest.pop(0)
+            if remaining and remaining[0].lower() in _TRUE + _FALSE:
+                return remaining.pop(0)
             return "true"
-        if not rest or rest[0].startswith("--"):
+        if not remaining or remaining[0].startswith("--"):
             raise InvalidArgument(f"--{self.name}: a value is missing")
-        return rest.pop(0)
+        return remaining.pop(0)
 
 
 _HEADING = re.compile(r"\[(.+)\]")
@@ -301,9 +301,9 @@ def parse_resources(texts: Iterable[str]) -> Resources:
 
 
 def _resource(text: str) -> tuple[str, int | None, int]:
-    name, colon, rest = text.partition(":")
-    count, _, device = rest.partition(":")
-    if not (name and colon and count) or rest.endswith(":"):
+    name, colon, value_text = text.partition(":")
+    count, _, device = value_text.partition(":")
+    if not (name and colon and count) or value_text.endswith(":"):
         raise InvalidArgument(f"{_RATE}: '{text}' is not NAME:COUNT or NAME:COUNT:DEVICE")
     number = int(_COUNT.parse(count))
     if not device:
@@ -419,18 +419,18 @@ def _in_python(re2: str) -> str:
     """
     groups: list[list[str]] = [[]]  # the RE2 flags set in each open group
     parts: list[str] = []
-    for found in _RE2.finditer(re2):
-        text = found.group()
-        match found.lastgroup:
+    for match in _RE2.finditer(re2):
+        text = match.group()
+        match match.lastgroup:
             case "verbatim":
-                text = re.escape(found["verbatim"])
+                text = re.escape(match["verbatim"])
             case "end":
                 text = r"\Z"
             case "name":
                 text = "(?P<"
             case "colon":
-                text = f"(?{found['flags'].replace('U', '').rstrip('-')}:"
-                if found["colon"] == ":":
+                text = f"(?{match['flags'].replace('U', '').rstrip('-')}:"
+                if match["colon"] == ":":
                     groups.append([])
                 else:
                     groups[-1].append(text)
@@ -441,7 +441,7 @@ def _in_python(re2: str) -> str:
             case None if text.startswith("["):
                 for name, members in _CLASSES.items():
                     text = text.replace(name, members)
-        if found.lastgroup in ("open", "name"):
+        if match.lastgroup in ("open", "name"):
             groups.append([])
         parts.append(text)
     return "".join(parts) + ")" * sum(map(len, groups))

@@ -299,17 +299,17 @@ def _tokens(file: str | None) -> Tokens:
 
 
 def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
-    most = value["shm-max-byte-size"]
-    if most is None:
-        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    byte_limit = value["shm-max-byte-size"]
+    if byte_limit is None:
+        byte_limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most_per_uid = value["shm-max-byte-size-per-uid"]
     return ShmPolicy(
         allow=value["allow-client-shm"],
         group=_group(value["shm-group"]),
         max_regions=value["shm-max-regions"],
         max_regions_per_uid=value["shm-max-regions-per-uid"],
-        max_byte_size=most,
-        max_byte_size_per_uid=most if most_per_uid is None else most_per_uid,
+        max_byte_size=byte_limit,
+        max_byte_size_per_uid=byte_limit if most_per_uid is None else most_per_uid,
         sparse_byte_size=value["shm-sparse-byte-size"],
         overlap=value["shm-overlap"],
     )
@@ -383,11 +383,11 @@ def _missing_folder(path: str, parsed: Parsed) -> str:
     return f"--model-repository: '{path}' is not a folder"
 
 
-def _class_settings(given: list[str], files: list[str]) -> dict[str, str]:
-    if given and not any(map(CLASS_IN_FILE.fullmatch, files)):
+def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
+    if references and not any(map(CLASS_IN_FILE.fullmatch, files)):
         raise InvalidArgument("--set: is for a class, and no path/model.py:Class is given")
-    pairs = [text.partition("=") for text in given]
-    for text, (name, equals, _) in zip(given, pairs, strict=True):
+    pairs = [text.partition("=") for text in references]
+    for text, (name, equals, _) in zip(references, pairs, strict=True):
         if not name or not equals or name == "class":
             raise InvalidArgument(
                 f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"

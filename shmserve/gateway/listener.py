@@ -173,10 +173,10 @@ class ClientIdentity:
         """Check whether the client is the server's own user or root, if the kernel reports it."""
         if self.is_server_user or self.listener.kind is not ListenerKind.LOOPBACK:
             return self.is_server_user
-        found = None
+        peer = None
         with contextlib.suppress(OSError):
-            found = self._find_user()
-        return found is not None and found.uid in (os.geteuid(), 0)
+            peer = self._find_user()
+        return peer is not None and peer.uid in (os.geteuid(), 0)
 
     def peer(self) -> Peer:
         """Return the client's user, for shared memory.
@@ -197,13 +197,13 @@ class ClientIdentity:
         # A client of this host is never treated as a remote one. After it has hung up the kernel no
         # longer reports its user, and the server's own objects must not be accessible to such a
         # client.
-        found: Peer | None = None
+        peer: Peer | None = None
         if self.listener.kind is ListenerKind.LOOPBACK:
             with contextlib.suppress(OSError):
-                found = self._find_user()
-        if found is None:
+                peer = self._find_user()
+        if peer is None:
             raise PermissionDenied("the server cannot determine the user that sent the request")
-        return found
+        return peer
 
     def _find_user(self) -> Peer | None:
         """Return the user of a client on this host, or None if unknown; raise OSError."""
@@ -254,13 +254,13 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
         """Configure the socket to send immediately and to detect vanished peers."""
         # uvloop's transports are not subclasses of asyncio's.
-        self.transport = made = cast("asyncio.Transport", transport)
+        self.transport = socket_transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # the socket may be closed already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
-        return made
+        return socket_transport
 
     @property
     @abstractmethod
@@ -421,5 +421,5 @@ def _longest(
     since: Callable[[LimitedConnection], float | None],
     count: int,
 ) -> list[LimitedConnection]:
-    found = [(at, connection) for connection in connections if (at := since(connection))]
-    return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
+    waits = [(at, connection) for connection in connections if (at := since(connection))]
+    return [connection for _, connection in sorted(waits, key=itemgetter(0))[:count]]

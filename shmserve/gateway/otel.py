@@ -46,12 +46,12 @@ class Exporter:
 
     def __init__(self, settings: Iterable[Sequence[str]]) -> None:
         urls = [value for name, value in settings if name == "url"]
-        given = [value.partition("=")[::2] for name, value in settings if name == "resource"]
+        attributes = [value.partition("=")[::2] for name, value in settings if name == "resource"]
         numbers: dict[str, Any] = {
             _OF_PROCESSOR[name]: int(value) for name, value in settings if name in _OF_PROCESSOR
         }
         about = {"service.name": "shmserve", "service.version": shmserve.__version__}
-        self._resource = Resource.create(about | dict(given))
+        self._resource = Resource.create(about | dict(attributes))
         exporter = OTLPSpanExporter(endpoint=urls[-1] if urls else None)
         self._processor: Any = BatchSpanProcessor(exporter, **numbers)
 

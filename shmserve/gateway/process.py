@@ -83,9 +83,9 @@ class Frontend(ABC):
         is_unix = sock.family == socket.AF_UNIX
         create: Callable[..., Any] = loop.create_unix_server if is_unix else loop.create_server
         # From Python 3.13 a loop deletes the path of a closed socket, which a successor may use.
-        kept = {"cleanup_socket": False} if is_unix and sys.version_info >= (3, 13) else {}
+        options = {"cleanup_socket": False} if is_unix and sys.version_info >= (3, 13) else {}
         self._accepting.append(
-            await create(acceptor, sock=sock, backlog=_BACKLOG, start_serving=False, **kept)
+            await create(acceptor, sock=sock, backlog=_BACKLOG, start_serving=False, **options)
         )
         self._acceptors.append(acceptor)
 

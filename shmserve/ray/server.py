@@ -193,9 +193,9 @@ _OF_ONE_NODE = {
 
 def path_of(scope: Mapping[str, Any]) -> str:
     """Return the path and query of an ASGI request below the application's prefix, undecoded."""
-    found = scope["raw_path"].decode("latin-1").removeprefix(scope["root_path"])
+    path = scope["raw_path"].decode("latin-1").removeprefix(scope["root_path"])
     query = scope["query_string"].decode("latin-1")
-    return f"{found}?{query}" if query else found
+    return f"{path}?{query}" if query else path
 
 
 def refusal(path: str) -> str:

@@ -135,15 +135,15 @@ def hold_signals() -> list[int]:
     Returns:
         A list to which the numbers of received signals are appended.
     """
-    held: list[int] = []
+    pending: list[int] = []
 
     def hold_signal(number: int, _: object) -> None:
-        held.append(number)
+        pending.append(number)
 
     # If these signals were blocked here, they would end the server in another thread.
     for number in taken_signals():
         signal.signal(number, hold_signal)
-    return held
+    return pending
 
 
 def _listen(config: ServerConfig, listeners: Listeners) -> None:

@@ -60,15 +60,15 @@ class RepositoryPoller:
     async def scan(self) -> list[asyncio.Task[None]]:
         """Scan the repositories once, and return the tasks that apply the changes."""
         try:
-            found = await asyncio.to_thread(self._planner.scan)
+            folders = await asyncio.to_thread(self._planner.scan)
         except ShmserveError as error:
             logger.error("%s", error.message)
             return []
         except Exception:
             logger.exception("the model repositories could not be scanned")
             return []
-        names = sorted({*found, *self._registry.models})
-        states = [(name, self._may_serve(name, found.get(name))) for name in names]
+        names = sorted({*folders, *self._registry.models})
+        states = [(name, self._may_serve(name, folders.get(name))) for name in names]
         changes = [change for change in states if change not in self._in_progress]
         self._in_progress.update(changes)
         return [self._context.background(self._apply(*change)) for change in changes]
@@ -195,12 +195,12 @@ class Reload:
         if bool(config.tokens) != bool(before.tokens):
             applied.discard(_TOKENS)
         for name in sorted(changed):
-            found = f"{_format_value(config, name)}, was {_format_value(before, name)}"
+            change = f"{_format_value(config, name)}, was {_format_value(before, name)}"
             if name in applied:
-                logger.info("--%s has changed: %s", name, found)
+                logger.info("--%s has changed: %s", name, change)
             else:
                 logger.warning(
-                    "--%s has changed, and takes effect after a restart: %s", name, found
+                    "--%s has changed, and takes effect after a restart: %s", name, change
                 )
         if not changed:
             logger.info("no flag has changed")

@@ -56,18 +56,20 @@ class Figures:
             reports: The reports, as `management.collect` returns them.
             now_s: The time of the reports, in monotonic seconds.
         """
-        found = {f"{each['name']}/{each['version']}": each["shmserve"] for each in reports}
+        report_by_version = {
+            f"{each['name']}/{each['version']}": each["shmserve"] for each in reports
+        }
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
             self._snapshots.popleft()
         at_s, before = self._snapshots[0] if self._snapshots else (now_s, {})
         last = self._snapshots[-1][1] if self._snapshots else {}
-        self._snapshots.append((now_s, found))
-        for key, now in found.items():
+        self._snapshots.append((now_s, report_by_version))
+        for key, now in report_by_version.items():
             if key in last and (lost := now["workers_lost"] - last[key]["workers_lost"]) > 0:
                 self._exits.setdefault(key, deque()).append((now_s, lost))
         return {
             key: row(now, before.get(key), now_s - at_s, self._recent_exits(key, now_s))
-            for key, now in found.items()
+            for key, now in report_by_version.items()
         }
 
     def _recent_exits(self, key: str, now_s: float) -> int:
@@ -113,8 +115,8 @@ class History:
 def _point(row: Row) -> Point:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (None, None, None)
-    found = (recent.get("rate", 0), recent.get("fail_rate", 0), ms[0], ms[2])
-    point = (*found, row["pending"], row["executing"])
+    figures = (recent.get("rate", 0), recent.get("fail_rate", 0), ms[0], ms[2])
+    point = (*figures, row["pending"], row["executing"])
     return _IDLE if point == _IDLE else point
 
 
@@ -188,9 +190,9 @@ def _request_ms(now: Report, before: Report) -> list[float]:
     estimated from the histogram.
     """
     exact = dict(now["quantiles"].get("request", ()))
-    found = [exact.get(quantile) for quantile in _QUANTILES]
-    if None not in found:
-        return [_short(value / 1000) for value in found if value is not None]
+    quantiles_ms = [exact.get(quantile) for quantile in _QUANTILES]
+    if None not in quantiles_ms:
+        return [_short(value / 1000) for value in quantiles_ms if value is not None]
     return _ms(now["request_seconds"], before["request_seconds"])
 
 
@@ -233,11 +235,11 @@ def _problem(figures: Row, now: Report) -> tuple[float, str]:
     phases = recent.get("phases", {})
     delay_ms = now["queue_delay_ns"] / 1e6
     waited = max(0.0, phases.get("queue", 0) - delay_ms)
-    whole = waited + sum(ms for phase, ms in phases.items() if phase != "queue")
-    if waited >= max(_LONG_MS, delay_ms / 2) and waited > whole / 2:
+    total_ms = waited + sum(ms for phase, ms in phases.items() if phase != "queue")
+    if waited >= max(_LONG_MS, delay_ms / 2) and waited > total_ms / 2:
         besides = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
-        text = f"{waited:.3g} of {whole:.3g} ms in the queue{besides}"
-        return _short(1000 + 100 * waited / whole), text
+        text = f"{waited:.3g} of {total_ms:.3g} ms in the queue{besides}"
+        return _short(1000 + 100 * waited / total_ms), text
     if recent and not rate and (inside := figures["pending"] + figures["executing"]):
         return 1000, f"{inside} requests in flight, but no responses"
     return max(recent.get("ms", ()), default=0), ""

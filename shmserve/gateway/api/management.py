@@ -100,8 +100,10 @@ async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
     Raises:
         ShmserveError: `resolve_model` has raised it.
     """
-    found = await resolve_model(gateway, name, version)
-    return describe(found, [found.version] if version else gateway.models.versions(name))
+    served_model = await resolve_model(gateway, name, version)
+    return describe(
+        served_model, [served_model.version] if version else gateway.models.versions(name)
+    )
 
 
 def examples(gateway: Gateway) -> list[dict[str, Any]]:

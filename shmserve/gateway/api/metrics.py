@@ -97,7 +97,8 @@ class ReportFamily(NamedTuple):
 def _families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
     """Return families of rows of `ReportFamily`; the path "" is the name without the prefix."""
     return tuple(
-        ReportFamily(kind, prefix + name, path or name, *rest) for kind, name, path, *rest in rows
+        ReportFamily(kind, prefix + name, path or name, *labels)
+        for kind, name, path, *labels in rows
     )
 
 
@@ -481,9 +482,9 @@ _OF_PROCESSES = (
 
 
 def _processes() -> Iterator[ExpositionFamily]:
-    found = list(processes(os.getppid()))
+    running = list(processes(os.getppid()))
     for kind, name, text, attribute in _OF_PROCESSES:
-        samples = (({"process": each.title}, getattr(each, attribute)) for each in found)
+        samples = (({"process": each.title}, getattr(each, attribute)) for each in running)
         yield _family(kind, name, text, *samples)
 
 

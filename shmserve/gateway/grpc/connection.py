@@ -69,12 +69,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection, and start the time limit of the first frames."""
-        made = self.attach(transport)
+        attached = self.attach(transport)
         self.client = self._owner.connection_made(self)
         rules = self.client.listener.authorisation
         self.guarded = rules.asks_for_tokens or bool(rules.restrictions)
         self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
-        made.set_write_buffer_limits(high=_HIGH_WATER)
+        attached.set_write_buffer_limits(high=_HIGH_WATER)
         self.lifetime.begin()
         self.flush()
 

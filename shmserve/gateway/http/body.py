@@ -226,8 +226,8 @@ class Body:
         """
         if self.declared > limit:
             raise BodyTooLarge(too_large.format(size=self.declared, limit=limit))
-        whole = self.received_whole()
-        if whole is None:
+        content = self.received_whole()
+        if content is None:
             pieces: list[bytes] = []
             size = 0
             try:
@@ -237,12 +237,12 @@ class Body:
                     self.arrival.reserve(len(piece))
                 if check is not None and LARGE < size <= limit:
                     await check(pieces)
-                whole = b"".join(pieces)
+                content = b"".join(pieces)
             finally:
                 self.arrival.release_budget()
-        if len(whole) > limit:
-            raise BodyTooLarge(too_large.format(size=len(whole), limit=limit))
-        return whole
+        if len(content) > limit:
+            raise BodyTooLarge(too_large.format(size=len(content), limit=limit))
+        return content
 
     async def inflate(self) -> bytes:
         """Return the decompressed body, which has at most `max_input_size` bytes.
@@ -347,10 +347,10 @@ async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     if CONTENT_ENCODING in request.headers:
         return 0
     body = Body(request, gateway.settings, gateway.body_budget)
-    whole = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
-    request.content = WholeBody(whole)
+    content = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
+    request.content = WholeBody(content)
     with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError):
-        header = loads(whole[: header_size(request.headers.get(HEADER_LENGTH), len(whole))])
+        header = loads(content[: header_size(request.headers.get(HEADER_LENGTH), len(content))])
         parameters = header.get("parameters", {})
         limits_us = [int(parameters.get("deadline_us", 0))]
         if gateway.settings.request_timeout_is_deadline:
@@ -381,9 +381,9 @@ async def _read(
     body = Body(request, gateway.settings, gateway.body_budget)
     if CONTENT_ENCODING in request.headers and body.compressed():
         return await body.inflate()
-    whole = body.received_whole()
-    if whole is not None:
-        return whole
+    content = body.received_whole()
+    if content is not None:
+        return content
     limit = gateway.settings.max_input_size
     if header_length is None:
         return await body.read(limit, JSON_TOO_LARGE)

@@ -159,9 +159,9 @@ class LiveFigures:
         finally:
             watch.close()
 
-    def _publish(self, whole: dict[str, Any], change: dict[str, Any]) -> None:
+    def _publish(self, figures: dict[str, Any], change: dict[str, Any]) -> None:
         self._whole_event, self._change_event = (
-            SERVER_SENT_EVENTS.frame(orjson.dumps(e)) for e in (whole, change)
+            SERVER_SENT_EVENTS.frame(orjson.dumps(e)) for e in (figures, change)
         )
         self._number += 1
         taken_event, self._snapshot_taken = self._snapshot_taken, asyncio.Event()

@@ -245,11 +245,11 @@ def _shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
         None if the fixed dimensions do not divide the number of elements.
     """
     fixed = element_count([dim for dim in dims if dim >= 0])
-    rest, remainder = divmod(count, fixed) if fixed else (0, count)
+    remaining, remainder = divmod(count, fixed) if fixed else (0, count)
     shape = list(dims)
     for at in reversed(range(len(shape))):
         if shape[at] < 0:
-            shape[at], rest = rest, 1
+            shape[at], remaining = remaining, 1
     return None if remainder or element_count(shape) != count else tuple(shape)
 
 

@@ -81,14 +81,14 @@ async def model_config(
 
 async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /docs/models, the requests that the page /docs offers."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for example in management.examples(gateway):
         name = example["model"]
-        found.append(example)
+        rows.append(example)
         model = gateway.models.find(name, "")
         if model is not None and embeds(model) is not None:
-            found.append(management.text_example(name, "/v1/embeddings", input=["A text"]))
-    return json_response(found)
+            rows.append(management.text_example(name, "/v1/embeddings", input=["A text"]))
+    return json_response(rows)
 
 
 async def statistics(

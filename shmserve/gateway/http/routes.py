@@ -65,7 +65,7 @@ def _paths(template: str) -> list[str]:
     """Return the paths of a route's template, without and with each optional part."""
     paths = [""]
     for part, optional in optional_parts(template):
-        paths = [path + more for path in paths for more in (["", part] if optional else [part])]
+        paths = [path + suffix for path in paths for suffix in (["", part] if optional else [part])]
     return paths
 
 

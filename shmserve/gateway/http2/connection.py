@@ -127,8 +127,8 @@ class Http2Connection(FrameReader[T]):
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
         if self._window < LARGEST_WINDOW // 2:  # sent early, so that the window is never exhausted
-            more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
-            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(more)))
+            increment, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
+            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(increment)))
         stream = self.streams.get(number)
         if stream is None or stream.ended:
             self._check_closed(number, stream)
@@ -253,19 +253,19 @@ class Http2Connection(FrameReader[T]):
             raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame on a closed stream")
 
     def _window_update(self, number: int, payload: bytes) -> None:
-        more = frames.parse_long(payload, "WINDOW_UPDATE") & STREAM_BITS
+        increment = frames.parse_long(payload, "WINDOW_UPDATE") & STREAM_BITS
         stream = self.streams.get(number)
         if number and stream is None:
             self._check_begun(number, "WINDOW_UPDATE")
             self._control.spend()
             return
-        if not more:
+        if not increment:
             if not number:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_for_data()
         self._control.spend()
-        self.sending.receive_window_update(stream, more)
+        self.sending.receive_window_update(stream, increment)
 
     def _earn_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._credited
@@ -369,11 +369,11 @@ class Http2Connection(FrameReader[T]):
         if stream.on_sent is not None:
             stream.on_sent()
 
-    def send_window_update(self, stream: Stream, more: int) -> None:
+    def send_window_update(self, stream: Stream, increment: int) -> None:
         """Permit the client to send `more` bytes of the stream's data."""
-        if more > 0 and not stream.ended:
-            stream.receive_window += more
-            update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(more))
+        if increment > 0 and not stream.ended:
+            stream.receive_window += increment
+            update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(increment))
             self.sending.ready.append(update)
 
     def fail(self, code: FaultCode, text: str = "") -> None:

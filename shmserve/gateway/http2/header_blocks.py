@@ -143,7 +143,7 @@ def request_fields(fields: Fields) -> Fields:
         StreamFault: The head is malformed (RFC 9113, 8.2 and 8.3).
     """
     pseudo: set[bytes] = set()
-    found: list[tuple[bytes, bytes]] = []
+    checked: list[tuple[bytes, bytes]] = []
     for at, (name, value) in enumerate(fields):
         if name[:1] == b":":
             if name not in _PSEUDO or name in pseudo or len(pseudo) != at:
@@ -153,14 +153,14 @@ def request_fields(fields: Fields) -> Fields:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
             if value.strip(_BLANKS) != value:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
-            found.append((name, value))
+            checked.append((name, value))
         else:
             field = _field(name, value)
             if name not in _OF_CONNECTIONS:
-                found.append(field)
+                checked.append(field)
     if not pseudo >= _NEEDED:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    return found
+    return checked
 
 
 def check_trailers(fields: Fields) -> None:
@@ -180,11 +180,11 @@ def _field(name: bytes, value: bytes) -> tuple[bytes, bytes]:
 
 def content_length(fields: Fields) -> int:
     """Return the content-length of a request, -1 if none; raise StreamFault if it is invalid."""
-    found = {value for name, value in fields if name == b"content-length"}
-    if not found:
+    lengths = {value for name, value in fields if name == b"content-length"}
+    if not lengths:
         return -1
-    declared = found.pop()
-    if found or not declared.isdigit() or len(declared) > _LONGEST_LENGTH:
+    declared = lengths.pop()
+    if lengths or not declared.isdigit() or len(declared) > _LONGEST_LENGTH:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
     return int(declared)
 
@@ -204,10 +204,10 @@ def _integer(value: int) -> bytes:
     """Encode an integer with a prefix of seven bits (RFC 7541, 5.1)."""
     if value < 127:
         return bytes((value,))
-    rest = value - 127
+    remaining = value - 127
     parts = bytearray((127,))
-    while rest >= 128:
-        parts.append(rest & 127 | 128)
-        rest >>= 7
-    parts.append(rest)
+    while remaining >= 128:
+        parts.append(remaining & 127 | 128)
+        remaining >>= 7
+    parts.append(remaining)
     return bytes(parts)

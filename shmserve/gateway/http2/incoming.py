@@ -300,18 +300,18 @@ class FrameReader(ABC, Generic[T]):
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "frame too large")
-        padding = taken = 0
+        padding = padding_field = 0
         if flags & PADDED:
             if not size:
                 raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of an invalid length")
-            padding, taken = data[at], 1
+            padding, padding_field = data[at], 1
             if padding >= size:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
-        self.arriving = size - taken - padding
+        self.arriving = size - padding_field - padding
         self._padding_left = padding
         self._piece_ends = bool(flags & END_STREAM)
-        self._data_begins(number, size, padding + taken, events)
-        return taken
+        self._data_begins(number, size, padding + padding_field, events)
+        return padding_field
 
     def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
         """Consume the available bytes of a DATA frame; return the offset of their end."""

@@ -188,7 +188,7 @@ class Outgoing:
 
     # --- called for the client's frames
 
-    def receive_window_update(self, stream: Stream | None, more: int) -> None:
+    def receive_window_update(self, stream: Stream | None, increment: int) -> None:
         """Enlarge the send window of a stream, or of the connection (None), by `more` bytes.
 
         Raises:
@@ -196,12 +196,12 @@ class Outgoing:
             ConnectionFault: The connection's window exceeds the largest one.
         """
         if stream is None:
-            self.window += more
+            self.window += increment
             if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
             self.window_grown = True
             return
-        stream.send_window += more
+        stream.send_window += increment
         if stream.send_window > LARGEST_WINDOW:
             raise StreamFault(FaultCode.FLOW_CONTROL_ERROR)
         while self._pump(stream):
@@ -209,13 +209,13 @@ class Outgoing:
 
     def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
         """Apply the client's new initial window to every stream; raise ConnectionFault."""
-        more = size - self.initial_window
+        increment = size - self.initial_window
         self.initial_window = size
         for stream in streams:
-            stream.send_window += more
+            stream.send_window += increment
             if stream.send_window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
-        if more > 0:
+        if increment > 0:
             self.window_grown = True
 
     def resume(self) -> None:
@@ -271,11 +271,11 @@ class Outgoing:
         if len(block) <= SMALLEST_FRAME:
             self.ready.append(_start(len(block), HEADERS, flags) + stream.tag + block)
             return
-        first, rest = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
+        first, remaining = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
         self.ready.append(frames.frame(HEADERS, flags & ~END_HEADERS, stream.id, first))
-        while rest:
-            piece, rest = rest[:SMALLEST_FRAME], rest[SMALLEST_FRAME:]
-            last = 0 if rest else END_HEADERS
+        while remaining:
+            piece, remaining = remaining[:SMALLEST_FRAME], remaining[SMALLEST_FRAME:]
+            last = 0 if remaining else END_HEADERS
             self.ready.append(frames.frame(frames.CONTINUATION, last, stream.id, piece))
 
     def _sent_all(self, stream: Stream) -> None:

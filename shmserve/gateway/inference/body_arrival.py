@@ -63,15 +63,15 @@ class BodyBudget:
         self._used = 0
         self._bodies: set[Arrival] = set()
 
-    def reserve(self, body: Arrival, more: int) -> None:
+    def reserve(self, body: Arrival, byte_size: int) -> None:
         """Count `more` bytes of a body, until `release`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
         """
         self._bodies.add(body)
-        body.heap_bytes += more
-        self._used += more
+        body.heap_bytes += byte_size
+        self._used += byte_size
         if self._used > max(self._capacity, body.heap_bytes):
             for slow in self._slow(attrgetter("heap_bytes")):
                 slow.evict()
@@ -165,14 +165,14 @@ class Arrival:
 
     # --- memory
 
-    def reserve(self, more: int) -> None:
+    def reserve(self, byte_size: int) -> None:
         """Count `more` bytes outside of the arena, until `release_budget`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
             BodyTimeout: The body was evicted.
         """
-        self._budget.reserve(self, more)
+        self._budget.reserve(self, byte_size)
 
     def release_budget(self) -> None:
         """Release the bytes of `reserve`, since the body is complete or discarded."""

@@ -211,9 +211,9 @@ class RequestTemplate:
             return self.fill(())
         if self._resources is None:
             return self.fill(self._cut(body, at))
-        whole = memoryview(body)
+        body_view = memoryview(body)
         ends = accumulate(self._sizes, initial=at)
-        return self.fill([whole[start:end] for start, end in pairwise(ends)])
+        return self.fill([body_view[start:end] for start, end in pairwise(ends)])
 
     def fill(self, tensors: Sequence[bytes | memoryview]) -> BuiltRequest | None:
         """Return the request with these tensors, or None if its regions have changed.
@@ -476,10 +476,10 @@ class ArrivingTensors:
 
     def received(self) -> list[bytes]:
         """Return the received bytes of each tensor that has begun."""
-        found = [bytes(view) for view in islice(self.views, self.begun)]
+        pieces = [bytes(view) for view in islice(self.views, self.begun)]
         if self._remaining:
-            found[-1] = found[-1][: -len(self._remaining)]
-        return found
+            pieces[-1] = pieces[-1][: -len(self._remaining)]
+        return pieces
 
 
 @final

@@ -174,17 +174,17 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
     if not pattern:
         return {}
     matches = _compiled(pattern).search
-    found = {name: value for name, value in headers if matches(name)}
-    for name in found:
+    forwarded = {name: value for name, value in headers if matches(name)}
+    for name in forwarded:
         lower = name.lower()
         if lower in _RESERVED or lower.startswith("triton_"):
             # The parser capitalises the names of standard headers.
             raise InvalidArgument(
                 f"Header '{lower}' is reserved for Triton usage and cannot be forwarded."
             )
-        if not _is_text(found[name]):
+        if not _is_text(forwarded[name]):
             raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")
-    return found
+    return forwarded
 
 
 def _is_text(value: str) -> bool:

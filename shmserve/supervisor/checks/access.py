@@ -129,14 +129,14 @@ def judge_ports(ports: PortFacts) -> Verdict:
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
     """Return (path, number of folders or -1 if unreadable, world-writable) of each repository."""
-    found = []
+    writable = []
     for path in config.model_repositories:
         folders, mode = -1, 0
         with contextlib.suppress(OSError):
             folders = sum(entry.is_dir() for entry in os.scandir(path))
             mode = path.stat().st_mode
-        found.append((str(path), folders, bool(mode & stat.S_IWOTH)))
-    return found
+        writable.append((str(path), folders, bool(mode & stat.S_IWOTH)))
+    return writable
 
 
 def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:

@@ -46,8 +46,8 @@ def gather_packages(_: ServerConfig) -> Versions:
         needed = "\n".join(metadata.requires("shmserve") or [])
     except metadata.PackageNotFoundError:
         return {}
-    found = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", needed, re.MULTILINE)
-    return {name: (_installed(name), minimum) for name, minimum in found}
+    requirements = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", needed, re.MULTILINE)
+    return {name: (_installed(name), minimum) for name, minimum in requirements}
 
 
 def _installed(package: str) -> str:

@@ -71,8 +71,8 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
 
 def filesystem_space(folder: Path) -> tuple[int, int]:
     """Return the size and the free space of a folder's filesystem in bytes."""
-    found = os.statvfs(folder)
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
 def judge_shm(shm: ShmFolder) -> Verdict:
@@ -110,8 +110,8 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
             if status.st_blocks * 512 >= _WORTH_TELLING:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
     is_used = _in_use() if large else set()
-    found = (ShmObject(name, size, uid, f"{_SHM}/{name}" in is_used) for name, size, uid in large)
-    return sorted(found, key=attrgetter("byte_size"), reverse=True)
+    objects = (ShmObject(name, size, uid, f"{_SHM}/{name}" in is_used) for name, size, uid in large)
+    return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 
 def _in_use() -> set[str]:
@@ -134,10 +134,10 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
         shown = (
             f"{each.name} ({megabytes(each.byte_size)}, uid {each.uid})" for each in unused[:3]
         )
-        more = ", ..." if unused[3:] else ""
+        ellipsis = ", ..." if unused[3:] else ""
         found = f"{len(unused)} objects ({total}) that no visible process uses: "
-        fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{more}"
-        return warning(f"{found}{', '.join(shown)}{more}", fix)
+        fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
+        return warning(f"{found}{', '.join(shown)}{ellipsis}", fix)
     return ok(f"{len(objects)} objects of 1 MB or more, {total}, all in use" if objects else "none")
 
 
@@ -209,12 +209,14 @@ class DeviceList(NamedTuple):
 
 def gather_devices(config: ServerConfig) -> DeviceList:
     """Collect the facts about accelerators from files, without opening a device."""
-    chosen, found = config.visible_devices, accelerators()
-    nodes = map(str, Path("/dev").glob("nvidia[0-9]*" if found.kind == "cuda" else "davinci[0-9]*"))
+    chosen, devices = config.visible_devices, accelerators()
+    nodes = map(
+        str, Path("/dev").glob("nvidia[0-9]*" if devices.kind == "cuda" else "davinci[0-9]*")
+    )
     version = _DRIVER / "version"
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
     return DeviceList(
-        *(found.kind, found.count, accelerators(visible=chosen).count, chosen),
+        *(devices.kind, devices.count, accelerators(visible=chosen).count, chosen),
         closed=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
         driver=driver[0] if driver else "",
         named=tuple(sorted(map(_named, _DRIVER.glob("gpus/*/information")))),
@@ -321,10 +323,10 @@ def read(handle: bytes) -> bytes:
     """Return the contents of the memory that a handle opens."""
     cuda = Driver()
     pointer = cuda.open(handle, 0)
-    found = bytearray(len(_PATTERN))
-    cuda.read(pointer, memoryview(found), 0)
+    buffer = bytearray(len(_PATTERN))
+    cuda.read(pointer, memoryview(buffer), 0)
     cuda.close(pointer, 0)
-    return bytes(found)
+    return bytes(buffer)
 
 
 def probe() -> str | None:

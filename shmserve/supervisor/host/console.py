@@ -123,13 +123,13 @@ def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
 
 def example_command(models: Iterable[ModelSpec], url: str) -> str:
     """Return a command for the shell that sends a request to one of the models, or ""."""
-    found = [spec for spec in models if spec.input and spec.sequence_batching is None]
-    for spec in found:
+    candidates = [spec for spec in models if spec.input and spec.sequence_batching is None]
+    for spec in candidates:
         required = [each for each in spec.input if not each.optional] or list(spec.input[:1])
         if sum(math.prod(map(abs, each.dims)) for each in required) <= _MOST_ELEMENTS:
             inputs = " ".join(f"--input {shlex.quote(_example(each))}" for each in required)
             return f"shmserve client infer {shlex.quote(spec.name)} --url {url} {inputs}"
-    return f"shmserve perf {shlex.quote(found[0].name)} --url {url}" if found else ""
+    return f"shmserve perf {shlex.quote(candidates[0].name)} --url {url}" if candidates else ""
 
 
 def _example(tensor: TensorSpec) -> str:

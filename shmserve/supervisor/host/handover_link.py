@@ -104,9 +104,9 @@ def refuse(link: socket.socket, reason: str) -> None:
         link.send(json.dumps({"refused": reason}).encode())
 
 
-def _receive(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
+def _receive(link: socket.socket, byte_limit: int) -> tuple[bytes, list[int]]:
     """Receive a packet and its descriptors, which are not inherited. Raises OSError."""
-    data, fds, _, _ = socket.recv_fds(link, _PACKET, most)
+    data, fds, _, _ = socket.recv_fds(link, _PACKET, byte_limit)
     for fd in fds:
         os.set_inheritable(fd, False)
     return data, fds

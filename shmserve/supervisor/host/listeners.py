@@ -35,12 +35,14 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
             The message names `flag`.
     """
     with refused(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not guarded and not all(is_loopback(str(socket_address[0])) for *_, socket_address in found):
+    if not guarded and not all(
+        is_loopback(str(socket_address[0])) for *_, socket_address in addresses
+    ):
         raise _unguarded(flag, f"'{address}'")
-    return found
+    return addresses
 
 
 def _unguarded(flag: str, address: str) -> InvalidArgument:

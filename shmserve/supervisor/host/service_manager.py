@@ -172,9 +172,9 @@ def progress_line(progress: Mapping[str, str]) -> str:
     line = f"{kinds.count('ready')}/{len(progress)} models ready"
     for kind in ("loading", "failed"):
         models = [model for model, found in zip(progress, kinds, strict=True) if found == kind]
-        more = f" and {len(models) - _MOST_NAMED} more" if len(models) > _MOST_NAMED else ""
+        remainder = f" and {len(models) - _MOST_NAMED} more" if len(models) > _MOST_NAMED else ""
         if models:
-            line += f"; {kind} {', '.join(models[:_MOST_NAMED])}{more}"
+            line += f"; {kind} {', '.join(models[:_MOST_NAMED])}{remainder}"
     return line
 
 
@@ -196,13 +196,13 @@ def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str,
     count = int(text["FDS"])
     names = text["FDNAMES"].split(":") if text["FDNAMES"] else []
     found: Sockets = {}
-    kept: dict[str, list[int]] = {}
+    descriptors: dict[str, list[int]] = {}
     for number in range(count):
         fd = _FIRST_FD + number
         os.set_inheritable(fd, False)
         name = names[number] if number < len(names) else ""
         if name.startswith(_KEPT):
-            kept.setdefault(name.removeprefix(_KEPT), []).append(fd)
+            descriptors.setdefault(name.removeprefix(_KEPT), []).append(fd)
             continue
         if name not in LISTENERS:
             raise InvalidArgument(
@@ -210,7 +210,7 @@ def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str,
                 f"(allowed for FileDescriptorName=: {', '.join(LISTENERS)})"
             )
         found.setdefault(name, []).append(_listening(fd, name))
-    return found, kept
+    return found, descriptors
 
 
 def _listening(fd: int, name: str) -> socket.socket:

@@ -81,8 +81,8 @@ def _received(link: socket.socket, size: int) -> _Received:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    whole = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-    return _Received(data, list(fds), whole, bool(data or ancillary))
+    complete = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    return _Received(data, list(fds), complete, bool(data or ancillary))
 
 
 def close_all(fds: Iterable[int]) -> None:

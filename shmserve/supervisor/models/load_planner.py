@@ -131,8 +131,8 @@ class LoadPlanner:
         for other, reason in repository.ignored_folders(folder).items():
             logger.warning("model %s: ignore version directory '%s' which %s", name, other, reason)
         versions = repository.versions_to_load(config, folder.versions)
-        found = (repository.missing_content(folder, version) for version in versions)
-        problem = problem or next(filter(None, found), "")
+        missing = (repository.missing_content(folder, version) for version in versions)
+        problem = problem or next(filter(None, missing), "")
         text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
             logger.error(text, version, name)
@@ -292,8 +292,10 @@ class LoadPlanner:
             if not (samples or config.backend in (GENERATIVE, "vllm")):
                 return None
             path = folder.path / repository.ENGINE_FILE
-            given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-            return list(EngineSettings.of({"aliases": (given or {}).get("aliases") or []}).aliases)
+            settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+            return list(
+                EngineSettings.of({"aliases": (settings or {}).get("aliases") or []}).aliases
+            )
         except (ShmserveError, OSError, ValueError, AttributeError, yaml.YAMLError):
             return None
 
@@ -306,10 +308,10 @@ def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
     Raises:
         InvalidArgument: Several classes can be served.
     """
-    found = None if "class" in config.parameters else _class_text(config, folder)
-    if found is None:
+    class_text = None if "class" in config.parameters else _class_text(config, folder)
+    if class_text is None:
         return
-    text, _, file = found
+    text, _, file = class_text
     try:
         name = served_class(text)
     except InvalidArgument as error:
@@ -320,8 +322,8 @@ def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
 
 
 def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
-    found = _class_text(config, folder)
-    return None if found is None else model_config.class_source(*found)
+    class_text = _class_text(config, folder)
+    return None if class_text is None else model_config.class_source(*class_text)
 
 
 def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
@@ -344,10 +346,10 @@ def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
     Raises:
         InvalidArgument: The attribute is not a literal string.
     """
-    found = _class_text(config, folder) if config.backend == "native" else None
-    if found is None or ENVIRONMENT in config.parameters:
+    class_text = _class_text(config, folder) if config.backend == "native" else None
+    if class_text is None or ENVIRONMENT in config.parameters:
         return
-    text, name, file = found
+    text, name, file = class_text
     try:
         value = class_attribute(text, name, ENVIRONMENT)
     except InvalidArgument as error:

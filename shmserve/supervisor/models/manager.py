@@ -356,19 +356,19 @@ class ModelManager:
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
                 logger.warning("'%s' is a model folder: the repository is its parent folder", root)
-        found = await asyncio.to_thread(self._planner.scan)
-        names = list(found)
-        if not found and config.model_control_mode != "explicit":
+        folders = await asyncio.to_thread(self._planner.scan)
+        names = list(folders)
+        if not folders and config.model_control_mode != "explicit":
             logger.warning(
                 "no model in %s: a model is a folder with a configuration (config.pbtxt) or a "
                 "version folder (1)",
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":
-            names = list(found) if config.load_models == ("*",) else list(config.load_models)
+            names = list(folders) if config.load_models == ("*",) else list(config.load_models)
         if config.load_on_demand:
             names = names if config.model_control_mode == "explicit" else []
-            self._lifecycle.offer(found.keys() - set(names))
+            self._lifecycle.offer(folders.keys() - set(names))
         self._lifecycle.expect(await asyncio.to_thread(self._steps, names))
         # All orders are given before any is waited for: ensembles wait for their steps.
         orders = [self._lifecycle.load(name) for name in names]
@@ -421,17 +421,17 @@ class ModelManager:
     async def index(self, ready: bool) -> list[dict[str, Any]]:
         """Return the repository index: the models of the repositories and the loaded models."""
         # In a thread: a file system that does not respond must not block the process table.
-        found = await asyncio.to_thread(self._planner.scan)
-        return self._registry.index(found, ready)
+        folders = await asyncio.to_thread(self._planner.scan)
+        return self._registry.index(folders, ready)
 
     async def name_generative(self) -> dict[str, list[str]]:
         """Return the aliases of the models on demand that generate text and do not serve."""
         models = self._registry.models.values()
         unloaded = [each.name for each in models if each.on_demand and not each.serving]
-        found = await asyncio.to_thread(
+        names = await asyncio.to_thread(
             lambda: {name: self._planner.aliases(name) for name in unloaded}
         )
-        return {name: aliases for name, aliases in found.items() if aliases is not None}
+        return {name: aliases for name, aliases in names.items() if aliases is not None}
 
     # --- load and unload
 

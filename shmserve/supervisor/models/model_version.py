@@ -407,13 +407,13 @@ def _inherited(config: ModelSpec, models: Sequence[ModelVersion | None]) -> dict
     scheduling = config.ensemble_scheduling
     assert scheduling is not None
     outputs = {each.name for each in config.output}
-    found: dict[str, list[str]] = {}
+    inherited: dict[str, list[str]] = {}
     for step, model in zip(scheduling.step, models, strict=True):
         labels = {} if model is None else model.instances.labels
         for name, tensor in step.output_map.items():
             if tensor in outputs and name in labels:
-                found[tensor] = labels[name]
-    return found
+                inherited[tensor] = labels[name]
+    return inherited
 
 
 def describe(config: ModelSpec) -> dict[str, Any]:

@@ -107,12 +107,12 @@ class MemoryUse:
         pids = {each: each.pids() for each in loaded}
         shared = Counter(pid for each in loaded for pid in pids[each])
         measured = {pid for each in to_measure for pid in pids[each]}
-        found = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured})
+        byte_sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured})
         self._measured = last | dict.fromkeys(to_measure, now)
         self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
         for each in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
-            host_size = sum(found[pid] // shared[pid] for pid in pids[each])
+            host_size = sum(byte_sizes[pid] // shared[pid] for pid in pids[each])
             size = host_size + each.instances.device_byte_size
             self._sizes[each] = self._last_sizes[each.spec.name] = size
 

@@ -339,8 +339,8 @@ class Order:
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
     def reason(error: BaseException) -> str:
-        known = error if isinstance(error, ShmserveError) else Internal("internal error")
-        return f"{known.title}: {known.message}"
+        reported = error if isinstance(error, ShmserveError) else Internal("internal error")
+        return f"{reported.title}: {reported.message}"
 
     return {number: reason(error) for number, error in failures.items()}
 

@@ -43,8 +43,8 @@ class ModelRegistry:
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
         failed = {name: sorted(problems_of(self.models[name])) for name in sorted(self.models)}
-        found = [[name, version] for name, versions in failed.items() for version in versions]
-        return LoadsFailed(found, self.failed_loads)
+        pairs = [[name, version] for name, versions in failed.items() for version in versions]
+        return LoadsFailed(pairs, self.failed_loads)
 
     # --- versions
 
@@ -73,15 +73,15 @@ class ModelRegistry:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         if not model.shown:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        found = self.serving(name, version)
-        if found is None:
+        version_entry = self.serving(name, version)
+        if version_entry is None:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
-            "endpoint": found.endpoint,
-            "config": found.config.source,
-            "version": found.spec.version,
-            "ready": found.ready,
-            "checks_ready": found.instances.checks_ready,
+            "endpoint": version_entry.endpoint,
+            "config": version_entry.config.source,
+            "version": version_entry.spec.version,
+            "ready": version_entry.ready,
+            "checks_ready": version_entry.instances.checks_ready,
         }
 
     def publications(self, model: ModelEntry) -> tuple[dict[str, ModelNews], list[str]]:
@@ -94,13 +94,17 @@ class ModelRegistry:
         }
         if model.on_demand:
             published[""] = ModelOnDemand(model.name, 0)
-        known = statuses(model).items()
-        return published, [number for number, s in known if number or lacks_version(s.reason)]
+        by_version = statuses(model).items()
+        return published, [number for number, s in by_version if number or lacks_version(s.reason)]
 
     def readiness_pids(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
-        found = self.serving(name, version)
-        return found.instances.checking_ready() if found is not None and found.ready else []
+        version_entry = self.serving(name, version)
+        return (
+            version_entry.instances.checking_ready()
+            if version_entry is not None and version_entry.ready
+            else []
+        )
 
     def publish_counters(self) -> None:
         """Publish the counters of every serving version as events."""
@@ -149,9 +153,9 @@ class ModelRegistry:
         found: set[ModelVersion] = set()
         waiting = [version]
         while waiting:
-            more = set(self.ensembles_of(waiting.pop().spec.name)) - found
-            found |= more
-            waiting += more
+            ensembles = set(self.ensembles_of(waiting.pop().spec.name)) - found
+            found |= ensembles
+            waiting += ensembles
         return bool(found) and version not in found
 
     def circle(
@@ -198,12 +202,12 @@ class ModelRegistry:
             found: The models of the repositories.
             ready: Whether only ready versions are listed.
         """
-        known = {name: statuses(model) for name, model in self.models.items()}
-        names = sorted({*found, *(name for name, status in known.items() if status)})
+        by_model = {name: statuses(model) for name, model in self.models.items()}
+        names = sorted({*found, *(name for name, status in by_model.items() if status)})
         return [
             row
             for name in names
-            for row in index_rows(name, known.get(name), found.get(name), ready)
+            for row in index_rows(name, by_model.get(name), found.get(name), ready)
         ]
 
     def states(self) -> dict[tuple[str, str], tuple[str, str]]:
@@ -227,10 +231,10 @@ def _component(step_models: Mapping[str, list[str]], name: str) -> set[str]:
     """Return the models that are connected to a model by ensembles."""
     names, waiting = {name}, [name]
     while waiting:
-        known = waiting.pop()
+        member = waiting.pop()
         neighbours = {
-            *step_models.get(known, ()),
-            *(each for each, steps in step_models.items() if known in steps),
+            *step_models.get(member, ()),
+            *(each for each, steps in step_models.items() if member in steps),
         }
         waiting += neighbours - names
         names |= neighbours
@@ -266,13 +270,13 @@ def statuses(model: ModelEntry) -> dict[str, Status]:
     A model on demand that was not loaded yet has one status, of version "".
     """
     retiring = [version.spec.version for version in model.retiring]
-    found = {
+    by_version = {
         **{number: _ended(model, outcome) for number, outcome in model.outcomes.items()},
         **dict.fromkeys(retiring, Status(ModelState.UNLOADING)),
         **dict.fromkeys(model.incoming, Status(ModelState.LOADING)),
         **{number: _status_of(model.shown[number]) for number in model.serving},
     }
-    return found or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
+    return by_version or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
 
 
 def _ended(model: ModelEntry, outcome: LoadOutcome) -> Status:

@@ -95,25 +95,25 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
     Raises:
         InvalidArgument: A repository cannot be read.
     """
-    found: dict[str, ModelFolder] = {}
+    folders: dict[str, ModelFolder] = {}
     for repository in repositories:
         for path in _subfolders(repository):
             folder = _look(repository, path, config_name)
-            if folder is not None and folder.name in found:
-                folder = replace(found[folder.name], problem=IN_SEVERAL)
+            if folder is not None and folder.name in folders:
+                folder = replace(folders[folder.name], problem=IN_SEVERAL)
             if folder is not None:
-                found[folder.name] = folder
-    return dict(sorted(found.items()))
+                folders[folder.name] = folder
+    return dict(sorted(folders.items()))
 
 
 def find(repositories: Sequence[Path], name: str, config_name: str = "") -> ModelFolder | None:
     """Return a model as `scan` does, or None; raises InvalidArgument for a bad name."""
     check_model_name(name)
     roots = [root for root in repositories if os.path.isdir(root / name)]
-    found = list(filter(None, (_look(root, root / name, config_name) for root in roots)))
-    if len(found) > 1:
-        return replace(found[0], problem=IN_SEVERAL)
-    return found[0] if found else None
+    folders = list(filter(None, (_look(root, root / name, config_name) for root in roots)))
+    if len(folders) > 1:
+        return replace(folders[0], problem=IN_SEVERAL)
+    return folders[0] if folders else None
 
 
 def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, Source]:
@@ -158,10 +158,10 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
 
 def _template_hint(text: str) -> str:
     """Return a hint at placeholders such as ${max_batch_size} in a configuration, or ""."""
-    found = sorted(set(_PLACEHOLDER.findall(text)))
-    if not found:
+    placeholders = sorted(set(_PLACEHOLDER.findall(text)))
+    if not placeholders:
         return ""
-    return f" (the file is a template: fill in its placeholders {clip(', '.join(found))})"
+    return f" (the file is a template: fill in its placeholders {clip(', '.join(placeholders))})"
 
 
 def config_in_version_folder(folder: ModelFolder) -> str:
@@ -236,9 +236,9 @@ def no_version(folder: ModelFolder) -> str:
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
-        found = ", ".join(ignored_folders(folder))
+        ignored = ", ".join(ignored_folders(folder))
         hint = "a version is a folder whose name is an integer, such as 1"
-        hint += f", but found {clip(found)}" if found else ""
+        hint += f", but found {clip(ignored)}" if ignored else ""
     return f"{_NO_VERSION} '{folder.name}' ({hint})"
 
 
@@ -352,8 +352,8 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
 
 def _versions(path: Path) -> list[int]:
     with os.scandir(path) as entries:
-        found = (each for each in entries if _VERSION.fullmatch(each.name))
-        return sorted(int(each.name) for each in found if os.path.isdir(each))
+        numbered = (each for each in entries if _VERSION.fullmatch(each.name))
+        return sorted(int(each.name) for each in numbered if os.path.isdir(each))
 
 
 def _is_file(path: Path) -> bool:

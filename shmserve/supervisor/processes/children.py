@@ -556,12 +556,12 @@ def worker_preloads(
         _uses_torch(model, patterns) for model in models
     ):
         return [_WORKER]
-    found = [
+    modules = [
         module
         for pattern, module in _PRELOADS_FOR.items()
         if any(any(root.glob(pattern)) for root in repositories)
     ]
-    return [*_TORCH, _WORKER, *found]
+    return [*_TORCH, _WORKER, *modules]
 
 
 def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
@@ -571,17 +571,17 @@ def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
 
 def _with_imported(file: Path) -> set[Path]:
     """Return a Python file and the files in its folder that it imports, directly or not."""
-    found, waiting = set[Path](), [file]
+    imported, waiting = set[Path](), [file]
     while waiting:
         source = waiting.pop()
-        if source in found or not source.is_file():
+        if source in imported or not source.is_file():
             continue
-        found.add(source)
+        imported.add(source)
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             for name in _imported(source):
                 package = file.parent / name
                 waiting += [package.with_suffix(".py"), *package.glob("*.py")]
-    return found
+    return imported
 
 
 def _imports_torch(source: Path) -> bool:

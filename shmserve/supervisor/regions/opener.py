@@ -73,21 +73,21 @@ class RegionQuota:
             InvalidArgument: The region exceeds a limit. It is not counted.
         """
         policy = self.policy
-        for count, most, flag in (
+        for count, limit, flag in (
             (self._regions[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
             (self._regions.total(), policy.max_regions, "--shm-max-regions"),
         ):
-            if count >= most:
+            if count >= limit:
                 raise InvalidArgument(
-                    f"at most {most} shared memory regions can be registered ({flag})"
+                    f"at most {limit} shared memory regions can be registered ({flag})"
                 )
-        for size, most, flag in (
+        for size, limit, flag in (
             (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
             (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),
         ):
-            if byte_size > most - size:
+            if byte_size > limit - size:
                 raise InvalidArgument(
-                    f"a region of {byte_size} bytes is too large: {size} of the {most} bytes that "
+                    f"a region of {byte_size} bytes is too large: {size} of the {limit} bytes that "
                     f"can be registered are in use ({flag})"
                 )
         self._regions[uid] += 1
@@ -112,13 +112,13 @@ class RegionQuota:
         Raises:
             InvalidArgument: The budget is exceeded.
         """
-        most = self.policy.sparse_byte_size
-        if byte_size > most - self._in_use():
+        limit = self.policy.sparse_byte_size
+        if byte_size > limit - self._in_use():
             self._drop_removed()
-        if byte_size > most - self._in_use():
+        if byte_size > limit - self._in_use():
             raise InvalidArgument(
                 f"{byte_size} bytes of shared memory object '{key}' are not allocated, and "
-                f"{self._in_use()} of the {most} bytes that the server allocates for clients are "
+                f"{self._in_use()} of the {limit} bytes that the server allocates for clients are "
                 "in use (--shm-sparse-byte-size): allocate it with posix_fallocate, or write to "
                 "it, before it is registered"
             )
@@ -161,10 +161,10 @@ class RegionQuota:
             raise InvalidArgument(
                 "memory that other processes may truncate is neither mapped nor pinned"
             )
-        most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {most} bytes that a "
+                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {limit} bytes that a "
                 "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
         self._pinned += byte_size

@@ -160,13 +160,13 @@ class RateLimiter:
         return self._explicit.get(resource, self._explicit.get((resource[0], None)))
 
     def _measure(self) -> None:
-        most: dict[Resource, int] = {}
+        maxima: dict[Resource, int] = {}
         for member in self._members.values():
             for instance in member.instances.values():
                 for resource, count in instance.needs.resources.items():
-                    most[resource] = max(count, most.get(resource, 0))
+                    maxima[resource] = max(count, maxima.get(resource, 0))
         self._capacity = {}
-        for resource, count in most.items():
+        for resource, count in maxima.items():
             configured = self._configured(resource)
             self._capacity[resource] = count if configured is None else configured
 
@@ -176,13 +176,13 @@ class RateLimiter:
         Returns:
             The tickets that are granted now.
         """
-        found = self._members.get(member)
-        if found is None:
+        record = self._members.get(member)
+        if record is None:
             return []
         self._waiting = [each for each in self._waiting if each.member != member]
-        for instance in found.held.values():
+        for instance in record.held.values():
             self._used.subtract(instance.needs.resources)
-        found.held.clear()
+        record.held.clear()
         return self._grant()
 
     def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
@@ -191,8 +191,8 @@ class RateLimiter:
         Returns:
             The tickets that are granted now.
         """
-        found = self._members.get(member)
-        if found is None or (ended := found.instances.pop(index, None)) is None:
+        record = self._members.get(member)
+        if record is None or (ended := record.instances.pop(index, None)) is None:
             return []
         self._waiting = [each for each in self._waiting if each.instance is not ended]
         self._measure()
@@ -217,9 +217,9 @@ class RateLimiter:
         Returns:
             The tickets that are granted now.
         """
-        found = self._members.get(member)
-        instance = None if found is None else found.instances.get(index)
-        if found is None or instance is None or ticket in found.held:
+        record = self._members.get(member)
+        instance = None if record is None else record.instances.get(index)
+        if record is None or instance is None or ticket in record.held:
             return []
         instance.pid = pid
         self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
@@ -236,10 +236,10 @@ class RateLimiter:
         Returns:
             The tickets that are granted now.
         """
-        found = self._members.get(member)
-        if found is None:
+        record = self._members.get(member)
+        if record is None:
             return []
-        instance = found.held.pop(ticket, None)
+        instance = record.held.pop(ticket, None)
         if instance is None:
             self._waiting = [w for w in self._waiting if (w.member, w.ticket) != (member, ticket)]
         else:
@@ -255,9 +255,9 @@ class RateLimiter:
         for instance in instances:
             if instance.pid in pids:
                 used.update(instance.needs.resources)
-        found = self._members.get(member)
-        return found is not None and not any(
-            self._fits(each.needs.resources, used) for each in found.instances.values()
+        record = self._members.get(member)
+        return record is not None and not any(
+            self._fits(each.needs.resources, used) for each in record.instances.values()
         )
 
     def _grant(self) -> list[GrantedTicket]:

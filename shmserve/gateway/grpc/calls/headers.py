@@ -99,21 +99,21 @@ class CallHead:
         self._metadata: Metadata | None = None
         self.status = 200
         self.refusal: Ending | None = None
-        found = dict(fields)
-        self.path = found[b":path"].decode("latin-1")
-        kind = found.get(b"content-type", b"")
-        if found[b":method"] != b"POST":
+        values = dict(fields)
+        self.path = values[b":path"].decode("latin-1")
+        kind = values.get(b"content-type", b"")
+        if values[b":method"] != b"POST":
             self._refuse(405, StatusCode.UNIMPLEMENTED, "the method must be POST")
         elif not kind.startswith(b"application/grpc") or kind.startswith(b"application/grpc-web"):
             self._refuse(415, StatusCode.UNKNOWN, "the content-type is not application/grpc")
-        self.timeout_s = self._timeout(found.get(b"grpc-timeout"))
-        self.encoding = found.get(b"grpc-encoding", b"identity").decode("latin-1")
+        self.timeout_s = self._timeout(values.get(b"grpc-timeout"))
+        self.encoding = values.get(b"grpc-encoding", b"identity").decode("latin-1")
         if self.encoding not in ENCODINGS:
             text = f"compression algorithm '{self.encoding[:_LONGEST_NAME]}' is not supported"
             self._refuse(200, StatusCode.UNIMPLEMENTED, text)
-        self.traceparent = found.get(b"traceparent", b"").decode("latin-1")
+        self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
         self.strict = _STRICT in fields
-        accepted = found.get(b"grpc-accept-encoding", b"").decode("latin-1")
+        accepted = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepts = frozenset(name.strip() for name in accepted.split(","))
 
     def _refuse(self, status: int, code: StatusCode, text: str) -> None:

@@ -177,11 +177,11 @@ def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
     """Return whether exactly the data of the inputs was cut out of `kept_parts`, in their order."""
     token = secrets.token_hex(16)  # random, so that no string of the client can represent a cut
     marks = [f"{token}{number}" for number in range(arrays)]
-    whole = kept_parts
+    document = kept_parts
     for mark in marks:
-        whole = whole.replace(b"\0", b'"data":["%b"]' % mark.encode(), 1)
+        document = document.replace(b"\0", b'"data":["%b"]' % mark.encode(), 1)
     try:
-        header = orjson.loads(whole)
+        header = orjson.loads(document)
     except orjson.JSONDecodeError:
         return False  # orjson rejects some texts that the parser of requests accepts
     datas = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]

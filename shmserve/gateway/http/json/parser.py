@@ -94,7 +94,7 @@ def loads_members(raw: bytes) -> Any:
     """
     if len(raw) > LARGE or not _too_deep(raw):
         return loads(raw)
-    text = np.frombuffer(_STRING_OR_INF.sub(lambda found: b"_" * len(found[0]), raw), np.uint8)
+    text = np.frombuffer(_STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), raw), np.uint8)
     steps = _STEPS[text]
     depth = np.cumsum(steps, dtype=np.int32)
     begins = (steps > 0) & (depth == 2)
@@ -141,8 +141,8 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     return value
 
 
-def _spelled_out(found: re.Match[bytes]) -> bytes:
-    return b"Infinity" if found[0] == b"Inf" else found[0]
+def _spelled_out(match: re.Match[bytes]) -> bytes:
+    return b"Infinity" if match[0] == b"Inf" else match[0]
 
 
 def _finite(text: str) -> float:

@@ -194,10 +194,10 @@ def _misfit(
     values: list[Any], fits: Callable[[Any], bool], kind: str, expected: str, name: str
 ) -> JsonFault:
     """Return the error that names the first value that is not a `kind`."""
-    found = _shown(next(value for value in values if not fits(value)))
+    shown = _shown(next(value for value in values if not fits(value)))
     return JsonFault(
         f"Unable to parse 'data': attempt to access JSON non-{kind} as {expected} "
-        f"(input '{name}' has {found})"
+        f"(input '{name}' has {shown})"
     )
 
 
@@ -313,6 +313,6 @@ async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
     for part in parts:
         done.append(part)
         await asyncio.sleep(0)
-    whole = b"".join(done)
-    trim.soon(len(whole))
-    return whole
+    content = b"".join(done)
+    trim.soon(len(content))
+    return content

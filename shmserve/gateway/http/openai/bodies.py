@@ -63,8 +63,10 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}
-    found: dict[str, list[str]] = (await gateway.supervisor.ask(NameModels))["names"]
-    return {name: found[name] for name in sorted(found) if not models.versions(name)}
+    model_aliases: dict[str, list[str]] = (await gateway.supervisor.ask(NameModels))["names"]
+    return {
+        name: model_aliases[name] for name in sorted(model_aliases) if not models.versions(name)
+    }
 
 
 def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
@@ -84,8 +86,8 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    found = {model.name for model in gateway.models.all() if generates(model)}.union(unloaded)
-    return found.pop() if len(found) == 1 else ""
+    candidates = {model.name for model in gateway.models.all() if generates(model)}.union(unloaded)
+    return candidates.pop() if len(candidates) == 1 else ""
 
 
 def names_of(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
@@ -160,10 +162,10 @@ def _details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
 
     With `continuous`, tokens are counted by their ids.
     """
-    found: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     if continuous or ("return_token_ids" in parameters and returns_tokens(parameters)):
-        found = ("token_ids", "prompt_token_ids")
-    return (*found, "logprobs") if "prompt_logprobs" in parameters else found
+        outputs = ("token_ids", "prompt_token_ids")
+    return (*outputs, "logprobs") if "prompt_logprobs" in parameters else outputs
 
 
 def returns_tokens(parameters: dict[str, Any]) -> bool:
@@ -355,10 +357,10 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         return
     settings = EngineSettings.read(engine["string_value"])
     instances = sum(group["count"] for group in config["instance_group"])
-    most = settings.max_batch_size * instances + settings.max_waiting_requests
-    if count > most:
+    capacity = settings.max_batch_size * instances + settings.max_waiting_requests
+    if count > capacity:
         raise InvalidArgument(
-            f"prompt: {count} prompts are more than the {most} that the model takes at a time "
+            f"prompt: {count} prompts are more than the {capacity} that the model takes at a time "
             f"(max_batch_size {settings.max_batch_size}, "
             f"max_waiting_requests {settings.max_waiting_requests})"
         )

@@ -132,7 +132,7 @@ def supported_fields(
         InvalidArgument: Fields are refused. The message names each of them.
     """
     refused = _EMBEDDING_REFUSED if supported is EMBEDDING else _REFUSED
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     problems: list[str] = []
     unknown: dict[str, frozenset[str]] = {}
     for name, value in body.items():
@@ -141,13 +141,13 @@ def supported_fields(
         if type(value) is float and not math.isfinite(value):
             problems.append(f"{clip(name)}: {value} is not a finite number")
         elif name in supported:
-            found[name] = value
+            fields[name] = value
         elif name in refused:
             problems += _problem(name, value, refused[name])
         elif name not in _PLAIN:
             unknown[name] = supported | refused.keys() | _PLAIN
-    if "stream_options" in found and type(found["stream_options"]) is dict:
-        for name, value in found["stream_options"].items():
+    if "stream_options" in fields and type(fields["stream_options"]) is dict:
+        for name, value in fields["stream_options"].items():
             allowed = _STREAM_OPTIONS.get(name)
             if allowed is not None and value is not None:
                 problems += _problem(f"stream_options.{name}", value, allowed)
@@ -161,7 +161,7 @@ def supported_fields(
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:
         raise InvalidArgument("; ".join(problems))
-    return found
+    return fields
 
 
 def _problem(name: str, value: Any, allowed: Allowed) -> list[str]:

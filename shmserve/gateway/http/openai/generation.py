@@ -101,24 +101,24 @@ def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
     """Return the likeliest tokens at a position and the token itself, by their texts."""
     if token["top_logprobs"] is None:
         return None
-    found: dict[str, Any] = {}
+    logprob_by_token: dict[str, Any] = {}
     keys = set()
     for each in [*token["top_logprobs"], token]:
         text, key = each["token"], each.get("token_id", each["token"])
         # Different parts of characters can have the same text.
-        if text in found and key not in keys:
+        if text in logprob_by_token and key not in keys:
             text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
         keys.add(key)
-        found.setdefault(text, each["logprob"])
-    return found
+        logprob_by_token.setdefault(text, each["logprob"])
+    return logprob_by_token
 
 
 def _prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return the log probabilities of a prompt in the form of vLLM."""
-    found: list[dict[str, Any] | None] = []
+    rows: list[dict[str, Any] | None] = []
     for token in prompt:
         if token is None:
-            found.append(None)
+            rows.append(None)
             continue
         top = [{**each, "rank": rank} for rank, each in enumerate(token["top_logprobs"], 1)]
         ranked = {
@@ -129,8 +129,8 @@ def _prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any]
             }
             for each in (token, *top)
         }
-        found.append(ranked)
-    return found
+        rows.append(ranked)
+    return rows
 
 
 COMPLETION = Form("cmpl", "text_completion", "text_completion", chat=False)
@@ -159,7 +159,7 @@ class _Sample:
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
         """Add reasoning and tool calls, and return the members of a chunk with them."""
-        found = _reasoning(message.get("reasoning", ""))
+        parts = _reasoning(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
         calls: list[dict[str, Any]] = []
         for call in message.get("tool_calls", ()):
@@ -174,7 +174,7 @@ class _Sample:
             else:
                 self.calls[index]["function"]["arguments"] += call["arguments"]
             calls.append({"index": index, **head, "function": function})
-        return {**found, "tool_calls": calls} if calls else found
+        return {**parts, "tool_calls": calls} if calls else parts
 
     def reason(self, reason: str) -> str | None:
         """Return the finish reason, which is that of the model unless the sample has calls."""
@@ -241,19 +241,19 @@ class Choices:
             self._count(delta.usage)
         return choice
 
-    def _counted(self, prompt: int, sample: _Sample, given: dict[str, Any]) -> dict[str, Any]:
+    def _counted(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Count tokens; return the members of the choice, and `usage`, which `chunk` moves."""
-        sample.tokens += len(given.get("token_ids", ()))
-        if "prompt_token_ids" in given:
-            self._sizes[prompt] = len(given["prompt_token_ids"])
+        sample.tokens += len(fields.get("token_ids", ()))
+        if "prompt_token_ids" in fields:
+            self._sizes[prompt] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         size, new = self._sizes.get(prompt, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new, "total_tokens": size + new}
-        return {**{name: given[name] for name in given if name not in ids}, "usage": usage}
+        return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
-    def _add_more(self, sample: _Sample, given: dict[str, Any]) -> dict[str, Any]:
+    def _add_more(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Add further members, and return those of a choice of a chunk."""
-        more = dict(given)
+        more = dict(fields)
         if self.form.chat:
             prompt = more.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt |= {name: more.pop(name) for name in prompt}
@@ -291,11 +291,11 @@ class Choices:
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
         head = {**self._head(self.form.chunk), **self._prompt}
-        made = list(choices)
+        entries = list(choices)
         if self.shows_usage:
-            head["usage"] = made[0].pop("usage") if self.continuous else None
+            head["usage"] = entries[0].pop("usage") if self.continuous else None
         self._prompt = {}
-        return orjson.dumps({**head, "choices": made})
+        return orjson.dumps({**head, "choices": entries})
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
@@ -478,16 +478,16 @@ class _Generation:
         return choices, queue.pop(inferred)
 
     def _deltas(self, inferred: Inferred) -> list[Delta]:
-        found = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
-        texts = found[TEXT]
+        values = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
+        texts = values[TEXT]
         absent = [b""] * len(texts)
         columns = (
-            found.get("index", range(len(texts))),
+            values.get("index", range(len(texts))),
             texts,
-            found.get("finish_reason", absent),
-            found.get("logprobs", absent),
-            [*found.get("usage", ()), *absent][: len(texts)],
-            found.get("stop_reason", absent),
+            values.get("finish_reason", absent),
+            values.get("logprobs", absent),
+            [*values.get("usage", ()), *absent][: len(texts)],
+            values.get("stop_reason", absent),
         )
         deltas = [
             Delta(
@@ -500,15 +500,15 @@ class _Generation:
             )
             for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
-        return list(self._with_more(deltas, found)) if self._text_request.details else deltas
+        return list(self._with_more(deltas, values)) if self._text_request.details else deltas
 
-    def _with_more(self, deltas: list[Delta], found: dict[str, list[Any]]) -> Iterator[Delta]:
+    def _with_more(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
         """Yield the deltas with members that few requests ask for.
 
         They are tokens, the prompt's log probabilities, and messages.
         """
-        tokens, prompt = found.get("token_ids"), found.get("prompt_token_ids")
-        messages = found.get(bodies.MESSAGE)
+        tokens, prompt = values.get("token_ids"), values.get("prompt_token_ids")
+        messages = values.get(bodies.MESSAGE)
         sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
             more: dict[str, Any] = {}

@@ -94,7 +94,7 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     calls = [_vectors(gateway, request, model, embedder, part) for part in parts]
     tasks = list(map(asyncio.ensure_future, calls))
     try:
-        vectors = [vector for found in await asyncio.gather(*tasks) for vector in found]
+        vectors = [vector for batch in await asyncio.gather(*tasks) for vector in batch]
     finally:
         for task in tasks:
             task.cancel()
@@ -118,8 +118,8 @@ async def _vectors(
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
     text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
-    found = await _infer(gateway, request, model, text_input, [embedder.vector], {})
-    vectors = found[embedder.vector].astype(np.float32)
+    outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
+    vectors = outputs[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
@@ -147,13 +147,13 @@ async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     models = {model.name: model for model in gateway.models.all() if _serves(model)}
     unloaded = await unloaded_aliases(gateway)
     aliases = {**unloaded, **{name: model.aliases for name, model in models.items()}}
-    found = [
+    entries = [
         _model_object(name, root, models.get(root))
         for root in sorted(aliases)
         for name in [*names_of(gateway, root, unloaded), *aliases[root]]
     ]
     # A name of several models belongs to the first model.
-    unique = {each["id"]: each for each in reversed(found)}
+    unique = {each["id"]: each for each in reversed(entries)}
     return json_response({"object": "list", "data": list(reversed(unique.values()))})
 
 
@@ -210,15 +210,15 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
     outputs = ("token_ids", TEXT) if with_texts else ("token_ids",)
     _check_converts(model)
-    found = await _infer(gateway, request, model, prompt, outputs, parameters)
+    values = await _infer(gateway, request, model, prompt, outputs, parameters)
     # A million tokens are encoded without a Python list.
-    tokens = orjson.dumps(found["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
+    tokens = orjson.dumps(values["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
         {
-            "count": len(found["token_ids"]),
+            "count": len(values["token_ids"]),
             "max_model_len": model.max_model_len,
             "tokens": orjson.Fragment(tokens),
-            "token_strs": orjson.Fragment(found[TEXT].ravel()[0]) if with_texts else None,
+            "token_strs": orjson.Fragment(values[TEXT].ravel()[0]) if with_texts else None,
         }
     )
 
@@ -232,17 +232,17 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     if not tokens:
         return json_response({"prompt": ""})
-    count, most = len(tokens), model.max_model_len
-    if most and count > most:
+    count, limit = len(tokens), model.max_model_len
+    if limit and count > limit:
         raise InvalidArgument(
-            f"tokens: {PROMPT_TOO_LONG}: {count} tokens exceed the limit of {most}"
+            f"tokens: {PROMPT_TOO_LONG}: {count} tokens exceed the limit of {limit}"
         )
     if min(tokens) < 0 or max(tokens) > _MOST_TOKEN:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     ids = bodies.tensor("input_ids", "INT32", tokens)
     _check_converts(model)
-    found = await _infer(gateway, request, model, ids, (TEXT,), {"task": "detokenize"})
-    return json_response({"prompt": found[TEXT].ravel()[0].decode()})
+    values = await _infer(gateway, request, model, ids, (TEXT,), {"task": "detokenize"})
+    return json_response({"prompt": values[TEXT].ravel()[0].decode()})
 
 
 def _check_converts(model: GatewayModel) -> None:
@@ -285,12 +285,12 @@ async def _arrays(
     if isinstance(error, QueueFull):
         raise TooManyRequests(error.message, error.retry_after_s)
     inferred = queue.request.outputs(queue.first)
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for each in () if inferred is None else inferred.outputs:
         data = output_bytes(gateway, each)
         if each.datatype == "BYTES":
-            found[each.name] = decode_bytes(data, each.shape, each.name, model.name)
+            arrays[each.name] = decode_bytes(data, each.shape, each.name, model.name)
         else:
-            found[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
+            arrays[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
     queue.pop(inferred)
-    return found
+    return arrays

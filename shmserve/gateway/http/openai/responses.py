@@ -72,8 +72,8 @@ _LOGPROBS = "message.output_text.logprobs"
 async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
     body = await bodies.read(gateway, request)
-    given = supported_fields(body, RESPONSE, gateway.settings.refuse_unknown_fields)
-    text_request = await bodies.chat(gateway, _chat(given))
+    fields = supported_fields(body, RESPONSE, gateway.settings.refuse_unknown_fields)
+    text_request = await bodies.chat(gateway, _chat(fields))
     shown = {**body, "model": response_name(gateway, text_request.model.name)}
     return await respond(gateway, request, text_request, ResponseObject(shown))
 
@@ -105,24 +105,24 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _tool(index: int, given: Any) -> dict[str, Any]:
-    if type(given) is not dict or given.get("type") != "function":
-        kind = given.get("type") if type(given) is dict else given
+def _tool(index: int, tool: Any) -> dict[str, Any]:
+    if type(tool) is not dict or tool.get("type") != "function":
+        kind = tool.get("type") if type(tool) is dict else tool
         raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
-    function = {name: value for name, value in given.items() if name != "type"}
+    function = {name: value for name, value in tool.items() if name != "type"}
     return {"type": "function", "function": function}
 
 
-def _choice(given: Any) -> Any:
-    if type(given) is dict and given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    return given
+def _choice(choice: Any) -> Any:
+    if type(choice) is dict and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
-def _format(given: Any) -> Any:
-    if type(given) is dict and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": given}
-    return given
+def _format(text_format: Any) -> Any:
+    if type(text_format) is dict and text_format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": text_format}
+    return text_format
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,12 +176,12 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str)
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
-def _content(given: Any, position: str) -> Any:
+def _content(content: Any, position: str) -> Any:
     """Return the content of an item as a text, or as parts of a chat's content."""
-    if type(given) is not list:
-        return given
+    if type(content) is not list:
+        return content
     texts: list[str] = []
-    for part in given:
+    for part in content:
         kind = part.get("type") if type(part) is dict else part
         if kind == "refusal":
             texts.append(part.get("refusal", ""))
@@ -208,13 +208,13 @@ def _store_item(item: dict[str, Any], text: str) -> None:
 
 
 def _stored_item(index: int, name: Any) -> dict[str, Any]:
-    found = _recent_items.get(name) if type(name) is str else None
-    if found is None:
+    item = _recent_items.get(name) if type(name) is str else None
+    if item is None:
         raise InvalidArgument(
             f"input[{index}]: item {clip(repr(name))} is not stored; the input must contain the "
             "item itself (clients send it with store: false)"
         )
-    return found
+    return item
 
 
 @dataclass(eq=False)
@@ -263,9 +263,9 @@ class ResponseObject:
         if head or not self._open or self._items[-1]["type"] != kind:
             events += [*self._close(), *self._open_item(kind, head)]
         self._text += text
-        more = {} if logprobs is None else {"logprobs": logprobs}
+        extra = {} if logprobs is None else {"logprobs": logprobs}
         self._logprobs += logprobs or []
-        return [*events, self._item_event(f"{_EVENTS[kind]}.delta", delta=text, **more)]
+        return [*events, self._item_event(f"{_EVENTS[kind]}.delta", delta=text, **extra)]
 
     def _open_item(self, kind: str, head: dict[str, Any]) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(24)}", "type": kind}
@@ -301,25 +301,25 @@ class ResponseObject:
         else:
             part = self._part(kind)
             item["content"] = [part]
-            more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
             events = [
-                self._item_event(f"{_EVENTS[kind]}.done", text=text, **more),
+                self._item_event(f"{_EVENTS[kind]}.done", text=text, **extra),
                 self._item_event("response.content_part.done", part=part),
             ]
         _store_item(item, text)
         index = len(self._items) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
-    def _item_event(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         item = self._items[-1]
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if item["type"] != "function_call":
             location["content_index"] = 0
-        return self._event(kind, **location, **more)
+        return self._event(kind, **location, **fields)
 
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._count += 1
-        return {"type": kind, "sequence_number": self._count - 1, **more}
+        return {"type": kind, "sequence_number": self._count - 1, **fields}
 
     def _begin(self) -> list[dict[str, Any]]:
         kinds = ("response.created", "response.in_progress")
