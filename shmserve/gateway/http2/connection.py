@@ -370,7 +370,7 @@ class Http2Connection(FrameReader[T]):
             stream.on_sent()
 
     def send_window_update(self, stream: Stream, increment: int) -> None:
-        """Permit the client to send `more` bytes of the stream's data."""
+        """Permit the client to send `increment` bytes of the stream's data."""
         if increment > 0 and not stream.ended:
             stream.receive_window += increment
             update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(increment))

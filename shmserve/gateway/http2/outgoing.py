@@ -189,7 +189,7 @@ class Outgoing:
     # --- called for the client's frames
 
     def receive_window_update(self, stream: Stream | None, increment: int) -> None:
-        """Enlarge the send window of a stream, or of the connection (None), by `more` bytes.
+        """Enlarge the send window of a stream, or of the connection (None), by `increment` bytes.
 
         Raises:
             StreamFault: The stream's window exceeds the largest one.

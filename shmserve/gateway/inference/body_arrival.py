@@ -64,7 +64,7 @@ class BodyBudget:
         self._bodies: set[Arrival] = set()
 
     def reserve(self, body: Arrival, byte_size: int) -> None:
-        """Count `more` bytes of a body, until `release`.
+        """Count `byte_size` bytes of a body, until `release`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
@@ -166,7 +166,7 @@ class Arrival:
     # --- memory
 
     def reserve(self, byte_size: int) -> None:
-        """Count `more` bytes outside of the arena, until `release_budget`.
+        """Count `byte_size` bytes outside of the arena, until `release_budget`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
