@@ -89,7 +89,7 @@ class Flag:
         return number
 
     def following(self, remaining: list[str]) -> str:
-        """Return the text of the flag's value if it is the next word, which is removed from `remaining`.
+        """Return the text of the flag's value, which is removed from the `remaining` words.
 
         Raises:
             InvalidArgument: The value is missing; the message names the flag.
