@@ -117,7 +117,7 @@ class ProcessExited:
     client. `reason` is meant for clients and may be empty.
     """
 
-    TAG: ClassVar[str] = "Exited"  # OwnerExited has this class's name as its tag
+    TAG: ClassVar[str] = "Exited"  # the tag "ProcessExited" is that of OwnerExited
 
     process: int
     reason: str

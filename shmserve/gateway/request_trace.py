@@ -118,22 +118,27 @@ def _tensors(trace: RequestTrace) -> Iterator[dict[str, Any]]:
 
 def _timestamps(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
     responded_ns = trace.responded_ns or trace.ended_ns
-    own: list[tuple[str, int]] = []
+    begins: list[tuple[str, int]] = []
     ends: list[tuple[str, int]] = []
     if protocol:
         receive, send = _OF_PROTOCOL[protocol]
-        own = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
+        begins = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
         ends = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
     root = trace.scheduler.span_id
     entries: list[dict[str, Any]] = []
     for span in trace.spans:
         stamps = _stamps(span)
         if span.span_id == root:
-            stamps = [*own, ("REQUEST_START", trace.submitted_ns), *stamps[1:], *ends]
+            stamps = [*begins, ("REQUEST_START", trace.submitted_ns), *stamps[1:], *ends]
         parent = "" if span.span_id == root else span.parent_id
         entries += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
     if not entries:  # the request has failed, so it has no entries of tensors
-        stamps = [*own, ("REQUEST_START", trace.submitted_ns), ("REQUEST_END", responded_ns), *ends]
+        stamps = [
+            *begins,
+            ("REQUEST_START", trace.submitted_ns),
+            ("REQUEST_END", responded_ns),
+            *ends,
+        ]
         entries = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
     return entries
 

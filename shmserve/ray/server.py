@@ -68,17 +68,17 @@ class NodeServer:
 
     def _start(self, flags: Mapping[str, Any]) -> str:
         folder = Path(tempfile.mkdtemp(prefix="shmserve-ray-"))
-        ours = {"allow-http": False, "http-unix-socket": folder / "http.sock"}
+        own_flags = {"allow-http": False, "http-unix-socket": folder / "http.sock"}
         # In a session of its own, so that Ctrl-C in `serve run` does not end it.
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "shmserve.ray.launch", str(os.getpid()), str(folder)),
-                *("serve", *arguments({**ours, **flags})),
+                *("serve", *arguments({**own_flags, **flags})),
             ],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        return str(flags.get("http-unix-socket", ours["http-unix-socket"]))
+        return str(flags.get("http-unix-socket", own_flags["http-unix-socket"]))
 
     async def wait_ready(self) -> None:
         """Wait until the server is ready. Raises RuntimeError if it exits before."""

@@ -251,7 +251,7 @@ def reshape(
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
 
 
-class _Kind:
+class _RequestProperties:
     """The properties of a request that its schema and the model determine.
 
     Attributes:
@@ -371,7 +371,7 @@ class Unpacker:
             bool(shared),
         )
 
-    def _derive(self, packed: bytes) -> _Kind:
+    def _derive(self, packed: bytes) -> _RequestProperties:
         """Return the derived properties of a packed schema. Raises the exceptions of `request`."""
         schema = RequestSchema(packed)
         inputs: list[TensorSchema] = []
@@ -383,7 +383,7 @@ class Unpacker:
         requested = self._all_outputs
         if schema.outputs:
             requested = {output.name: output for output in schema.outputs}
-        return _Kind(schema, inputs, batch_size, requested)
+        return _RequestProperties(schema, inputs, batch_size, requested)
 
     def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.

@@ -54,7 +54,7 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _Managed(ctypes.Structure):
+class _ManagedTensor(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
@@ -102,7 +102,7 @@ def capsule(
     """
     code, bits = TYPES[datatype]
     dims = (ctypes.c_int64 * len(shape))(*shape)
-    managed = _Managed()
+    managed = _ManagedTensor()
     tensor = managed.tensor
     tensor.data = pointer
     tensor.device_type, tensor.device_id = device

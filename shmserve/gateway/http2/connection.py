@@ -53,9 +53,9 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
 # Streams that the server has reset and clients may still send frames for.
 _MOST_RESETS_RECORDED = 1024
-_RESET_DEBT = 4  # debt of a reset stream, relative to that of a useless control frame
-_EARNED = 4  # control frames earned per call, and per frame of data sent
-# Bytes of sent data that earn one more control frame: a frame may hold many messages, and some
+_RESET_DEBT = 4  # a stream that the client resets counts as this many useless control frames
+_EARNED = 4  # useless control frames that each call, and each sent frame of data, permits
+# Bytes of sent data that permit one more control frame: a frame may hold many messages, and some
 # clients send a window update for each message, long after its arrival.
 _EARNING = 32
 _MOST_SAVED = 1 << 16

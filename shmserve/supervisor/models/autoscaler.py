@@ -403,7 +403,9 @@ class HostCapacity:
     _executed_s: float = field(init=False, default=0.0)
     _processors_each: float = field(init=False, default=0.0)  # processors of a busy instance
     _host: CpuUtilization = field(init=False, default_factory=CpuUtilization)
-    _host_utilization: float = field(init=False, default=0.0)  # the share of the host's processors
+    _host_utilization: float = field(
+        init=False, default=0.0
+    )  # share of the host's processors in use
     _read_s: float = field(init=False, default=-math.inf)
 
     def sample(self, pids: list[int], took_s: float, at_s: float) -> None:

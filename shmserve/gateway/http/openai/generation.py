@@ -242,7 +242,10 @@ class Choices:
         return choice
 
     def _counted(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Count tokens; return the members of the choice, and `usage`, which `chunk` moves."""
+        """Count the tokens of a sample, and return the further members of its choice.
+
+        `usage` is among them, for `chunk`, which moves it from the choice to the chunk.
+        """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
             self._sizes[prompt] = len(fields["prompt_token_ids"])
