@@ -53,7 +53,7 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
 # Streams that the server has reset and clients may still send frames for.
 _MOST_RESETS_RECORDED = 1024
-_RESET_DEBT = 4  # a stream that the client resets counts as this many useless control frames
+_RESET_DEBT = 4  # a reset stream counts as this many useless control frames
 _EARNED = 4  # useless control frames that each call, and each sent frame of data, permits
 # Bytes of sent data that permit one more control frame: a frame may hold many messages, and some
 # clients send a window update for each message, long after its arrival.
