@@ -103,10 +103,9 @@ def _tool(index: int, tool: Any) -> Tool:
 
 _TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = frozenset(
-    ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not")
-    + ("if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
-)
+_ARRAY_KEYS = ("items", "additionalItems", "unevaluatedItems", "contains")
+_OBJECT_KEYS = ("additionalProperties", "unevaluatedProperties", "propertyNames")
+_SCHEMAS = {*_ARRAY_KEYS, *_OBJECT_KEYS, "not", "if", "then", "else"}
 
 
 def _are_texts(value: Any) -> bool:
