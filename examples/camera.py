@@ -72,7 +72,7 @@ def viewer(regions: Sequence[Region], done: Connection, free: Connection) -> Non
         while True:
             index = done.recv()
             blocks = regions[index]["output"].reshape(HEIGHT // 20, 20, WIDTH // 10, 10)
-            small = blocks.max(axis=(1, 3)) // 52  # of 255
+            small = blocks.max(axis=(1, 3)) // 52  # the brightness, 0 to 255, becomes a level
             drawn = "\n".join("".join(" .:*#"[value] for value in row) for row in small)
             count += 1
             if sys.stdout.isatty():

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import zmq
 
-VERSION = 3  # of the protocol
+VERSION = 3  # version of the protocol
 MODEL = "simple"
 COUNT = 16
 
@@ -61,11 +61,12 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
         for name, *fields in messages:
             if name == "Welcome":
                 number, token = fields
-            elif name == "Refused":  # this client has another version than the server
+            elif name == "Refused":  # client and server have different protocol versions
                 sys.exit(f"{fields[1]}: {fields[2]}")
-            elif name == "ModelPublished" and fields[0] == MODEL and fields[6]:  # the latest
+            # The latest version of the model.
+            elif name == "ModelPublished" and fields[0] == MODEL and fields[6]:
                 endpoint = fields[4]
-            elif name == "HealthChanged":  # all models have been told of
+            elif name == "HealthChanged":  # the snapshot of all models is complete
                 if not endpoint:
                     sys.exit(f"the server has no model {MODEL}")
                 return number, token, endpoint
@@ -74,12 +75,12 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
 def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[int]]:
     """Send one request whose tensors are inside the messages, and return the response."""
     described = [[name, "INT32", [1, len(values)]] for name, values in inputs.items()]
-    schema = msgpack.packb([described, [], {}])  # all outputs, no parameters
+    schema = msgpack.packb([described, [], {}])  # request all outputs, without parameters
     data = [
         b"".join(value.to_bytes(4, "little", signed=True) for value in values)
         for values in inputs.values()
     ]
-    # number, schema, data, arrival, deadline, timeout, priority
+    # Fields: number, schema, data, arrival, deadline, timeout, priority.
     scheduler.send(packed("Submit", 1, schema, data, time.monotonic_ns(), 0, 0, 0))
     while True:
         _, *messages = msgpack.unpackb(scheduler.recv())

@@ -26,7 +26,7 @@ MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-ENVIRONMENT = "environment"  # of a class; a configuration has ENVIRONMENT_PATH
+ENVIRONMENT = "environment"  # an attribute of a class; ENVIRONMENT_PATH is for configurations
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
 # An attribute of a class; a configuration has ENVIRONMENT_PATH.
 KNOWN_SETTINGS = (

@@ -33,7 +33,7 @@ REMEMBERED_EXITS = 512
 # saves a third of the copy's memory traffic, and it keeps the caches. glibc derives the threshold
 # from the size of the last-level cache. A virtual machine often reports that of the whole host (320
 # MB seen), so that no copy is large. With the true size the threshold would be 1 to 3 MB.
-LARGE_COPY = 2 * 1024 * 1024  # bytes
+LARGE_COPY = 2 * 1024 * 1024  # in bytes
 _TUNABLES = "GLIBC_TUNABLES"
 _TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 

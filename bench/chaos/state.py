@@ -18,7 +18,7 @@ from tests.support.waiting import until
 _SETTLE_S = 15.0
 _MORE_THREADS = 4
 # Allowed growth in bytes. A worker shares 40 MB with its zygote and the zygote's other children.
-# After a new zygote has replaced that one, the worker's memory counts in full.
+# When another zygote replaces that zygote, the worker's memory counts in full.
 _MORE_MEMORY = 640 << 20
 _MORE_OF_ONE = 160 << 20
 _PROBE_S = 0.05

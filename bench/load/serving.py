@@ -151,7 +151,7 @@ def ratio(first: Callable[[], float], second: Callable[[], float], rounds: int) 
     return round(statistics.median(first() / second() for _ in range(rounds)), 3)
 
 
-# --- the cases: their results are printed
+# --- the measured cases
 
 
 def late(rounds: int) -> dict[str, Any]:

@@ -47,7 +47,8 @@ the same, in place   frames and negatives are in memory that the client has allo
 def main() -> None:
     """Train, serve, measure and print."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped, too
+    # Exits through the clean-up that stops the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
         scratch = Path(folder)
         train(scratch)

@@ -53,10 +53,12 @@ def main() -> None:
     """Train, serve, ask, measure, print."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     ports = free_ports(2)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended, too
+    # Exits through the clean-up that stops the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/torch"  # else one is left behind
-        import train  # not before: what it imports looks for that folder
+        # Otherwise torch leaves this folder behind.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/torch"
+        import train  # imported late, because its imports read the variable
 
         model = Path(folder) / "reference"
         print("training a small language model on Python's reference ...", flush=True)

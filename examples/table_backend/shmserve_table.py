@@ -39,7 +39,7 @@ class TableBackend(Backend):
         return [self._look_up(request) for request in requests]
 
     def _look_up(self, request: Request) -> Response:
-        index = request.inputs["INDEX"].numpy()  # a view of where the client wrote it
+        index = request.inputs["INDEX"].numpy()  # a view of the client's memory
         rows = len(self._table)
         if index.size and not (index.min() >= 0 and index.max() < rows):
             return Response(error=InvalidArgument(f"INDEX must be in 0 to {rows - 1}"))

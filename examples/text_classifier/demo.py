@@ -113,7 +113,7 @@ def measure(client: triton.InferenceServerClient, requests: int) -> tuple[float,
     calls = (classify, one_by_one)
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(requests):
-        for call, taken in zip(calls, times, strict=True):  # in turn: both have the same machine
+        for call, taken in zip(calls, times, strict=True):  # in turn, under the same load
             began = time.perf_counter()
             call(client, TEXTS[index % len(TEXTS)])
             taken.append((time.perf_counter() - began) * 1e3)
@@ -127,7 +127,7 @@ def main() -> None:
     requests = parser.parse_args().requests
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="shmserve-demo-"))
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # else one is left behind
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # otherwise torch leaves a folder behind
         client = stack.enter_context(contextlib.closing(connect(stack.enter_context(serving()))))
         check(client)
         measure(client, 20)

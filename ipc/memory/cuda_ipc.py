@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 HANDLE_SIZE = 64
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
-# The driver may place smaller allocations side by side, and a handle opens the neighbours, too.
+# Bytes; the driver may place smaller allocations side by side, and a handle would open all of them.
 _GRANULE = 2 * 1024 * 1024
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that exists
 
@@ -151,7 +151,7 @@ class Driver(Cuda, Exporting):
             self._call("cuCtxSynchronize")
             self._call("cuMemHostUnregister", address)
 
-    # --- for programs that export
+    # --- exported memory
 
     def allocate(self, byte_size: int, device: int) -> int:
         with self._current(device):

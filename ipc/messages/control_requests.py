@@ -327,7 +327,7 @@ class TicketReturned:
     executed: bool
 
 
-# --- local clients: programs on this host that are no process of the server
+# --- local clients: programs of users on this host
 
 
 @message

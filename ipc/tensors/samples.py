@@ -15,8 +15,8 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 _FOLDER = "warmup"
-_MOST_BYTES = 1 << 34  # bytes of an empty string: its length prefix
-_STRING_HEAD = 4  # the bytes of an empty string
+_MOST_BYTES = 1 << 34  # maximum byte size of a tensor
+_STRING_HEAD = 4  # bytes of an empty string: its length prefix
 _LARGEST_INTEGER = 127  # the largest random integer, which every integer type can represent
 
 

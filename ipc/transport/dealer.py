@@ -23,8 +23,8 @@ from shmserve.ipc.transport.zmtp import PREFIX, Connection, linger
 logger = logging.getLogger(__name__)
 _CONNECT_S = 1.0
 # Above these limits, queued messages are sent at once, because the size of a frame is limited.
-_MOST_UNSENT = 1 << 19  # bytes of requests
-_MOST_TOGETHER = 1 << 14  # messages
+_MOST_UNSENT = 1 << 19  # bytes of queued requests
+_MOST_TOGETHER = 1 << 14  # number of queued messages
 
 
 class Dealer:

@@ -411,7 +411,7 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.exited(pid)
-        # Frames of the process may still arrive.
+        # Remembered, because frames of the exited process may still arrive.
         self._dead[pid] = None
         if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]

@@ -213,7 +213,7 @@ class ResponseCache:
         """Remove all responses, because they may no longer be valid."""
         self._entries.clear()
 
-    # --- size -------------------------------------------------------------------------------------
+    # --- size of the cache ------------------------------------------------------------------------
 
     def resize(self, byte_size: int) -> None:
         """Change the cache's capacity: its share of the server's cache in bytes."""

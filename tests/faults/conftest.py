@@ -34,7 +34,7 @@ def server(repository: Path) -> Iterator[Server]:
     """A server that sees one crime after the other."""
     with running(repository, "--gateways=2", "--execution-timeout-secs=3") as started:
         with Load(started):
-            pass  # what the first requests take for good is not a leak
+            pass  # memory that the first requests allocate permanently is not a leak
         yield started
 
 

@@ -20,16 +20,16 @@ from tests.support.servers import Server, lasting
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
 
-# Whatever happened, every client has a right answer again within this time, without help.
+# Maximum seconds after any fault until every client receives correct responses again.
 RECOVERY_S = 1.0
-# A process that is stopped (SIGSTOP) is given this long to be continued before it counts as dead.
+# Seconds after which a stopped process (SIGSTOP) counts as dead.
 STOP_GRACE_S = 0.5
-# A process keeps so much of what large tensors took, for the next ones.
+# Arena memory that a process keeps for later large tensors.
 ARENA_BYTES = 64 << 20
 _SETTLE_S = 5.0
 _MORE_MEMORY = 48 << 20
 _WORTH_A_WORD = 1 << 20
-# A worker keeps what it has mapped of a gateway: two descriptors for each of two.
+# A worker keeps its mappings of gateways: two descriptors for each of two gateways.
 _MORE_DESCRIPTORS = 4
 
 VALUES = np.array([[1, 2, 3, 4]], np.int32)

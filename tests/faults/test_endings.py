@@ -17,8 +17,8 @@ from tests.support.servers import Server, kill_together, running
 from tests.support.waiting import until
 
 _ORPHANS_S = 1.0
-# A zygote that imports torch hears of it when the interpreter runs again: loading one library takes
-# as long as a busy machine lets it.
+# A zygote that imports torch handles a signal only when the interpreter runs again. On a busy
+# machine, loading one library may take this long.
 _IMPORT_S = 20.0
 
 

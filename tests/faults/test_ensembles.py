@@ -21,7 +21,7 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
 ELEMENTS = 50_000
-SLOWLY_READ = 8_000_000  # elements: more than the sockets take
+SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
 ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 LOADS = """\
     def initialize(self, args):
@@ -127,7 +127,7 @@ class Asking:
 def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str) -> None:
     """What it had runs again, or was written where it outlives it: no answer is wrong."""
     server = {"hosted": server, "separate": separate}[mode]
-    with Asking(server):  # what a first load takes for good is no leak
+    with Asking(server):  # memory that the first requests allocate permanently is not a leak
         pass
     before = State.of(server)
     with Asking(server) as asking:
@@ -162,7 +162,8 @@ def test_who_reads_on_after_the_ensemble_has_died(
         server.http() as others,
     ):
         slow.request("POST", "/v2/models/last/infer", *asked(1))
-        response = slow.getresponse()  # whose body waits for its reader
+        # The body is too large for the socket and waits for its reader.
+        response = slow.getresponse()
         old = server.find_one("ensemble last")
         old.kill()
         wait_replaced(server, old, "ensemble last", 5.0)

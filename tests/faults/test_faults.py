@@ -32,10 +32,11 @@ from tests.support.servers import Server, runs, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, in_region, raw_connection, shm_input
 
-# The workers share torch's pages with the zygote they come from: not with the one that follows it.
+# Allowed growth in bytes: workers share torch's pages only with the zygote that forked them, not
+# with its successor.
 TORCH_BYTES = 256 << 20
 
-# Before what has died often in a row, as the model "crimes" has, is started again.
+# Maximum seconds before a model that has died often, such as "crimes", is started again.
 LONGEST_PAUSE_S = 0.8
 
 NUMBERS = np.arange(65536, dtype=np.float32)
@@ -331,7 +332,7 @@ def hang_up_instead_of_reading(stage: Scene) -> None:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
-# --- regions that are not what they were ---
+# --- regions that changed after registration ---
 
 
 def through(name: str, count: int = len(NUMBERS)) -> dict:

@@ -80,7 +80,7 @@ def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
                     case m.ModelPublished(name=name, acknowledge=number) if number:
                         if name == model:
                             break
-            state(server, model)  # is told behind it
+            state(server, model)  # the reply is sent after earlier messages
 
         yield wait
 
@@ -133,7 +133,7 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     before = attached(server)
     first.release()
     until("the first offers itself to its scheduler", lambda: attached(server) > before)
-    state(server, "twin")  # the supervisor has heard of it, too
+    state(server, "twin")  # the supervisor has received the worker's registration, too
     os.kill(first.pid, signal.SIGKILL)
     server.gate.next().release()
     second.release()
@@ -245,7 +245,8 @@ def test_a_generation_that_breaks_as_it_takes_over(
     loading = change(pool, "slow")
     new = server.gate.next()
     code.write_text("raise SystemError('not again')")
-    with silent_local_client(server) as changes:  # what it does not know yet is not so
+    # The new client does not wait for changes published earlier.
+    with silent_local_client(server) as changes:
         new.release()
         changes("slow")
         asked = pool.number("slow", 7)

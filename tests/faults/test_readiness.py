@@ -42,7 +42,7 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
         assert http.get("/v2/health/ready").status == 400
         assert http.get("/v2/models/gated/ready").status == 400
         assert http.get("/v2/models/simple/ready").status == 200
-        # It is coming back, so who asks now waits for it.
+        # The model restarts, so new requests wait for it.
         asked = pool.number("gated", 7)
         server.wait_pending("gated", 1)
         loading.release()
@@ -117,7 +117,7 @@ def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, m
                 return found[-1] == 503
 
             until("it is given up", given_up, 20)
-            assert found == [500] * 5 + [503]  # each request is run twice
+            assert found == [500] * 5 + [503]  # each request is retried once
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"
             why = "its process ended 10 times in a row (signal 6), and it executed no request"

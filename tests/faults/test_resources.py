@@ -12,7 +12,7 @@ from tests.support.leaks import resident_bytes
 from tests.support.servers import Server, running
 from tests.support.wire.raw_http import json_input
 
-_LARGE = 250_000  # elements: 1 MB
+_LARGE = 250_000  # number of elements, 1 MB in total
 _TIMES = 40
 
 
@@ -79,7 +79,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
             server.find_one(victim).kill()
             first = gate.next()
             first.release()
-            held.release()  # where only its scheduler is dead, its worker is still there
+            held.release()  # after the death of the scheduler alone, the worker still runs
             second = gate.next()
             second.release()
             assert sorted([*first.batch, *second.batch]) == [1, 2]

@@ -249,7 +249,8 @@ def killed_servers_leave_nothing(stage: Stage) -> None:
         kill_together(members)
         server.process.wait()
         with contextlib.suppress(AssertionError):
-            # The last one clears the run directory away; if it was killed too, the next start does.
+            # The last process removes the run directory. If it was killed, the next start removes
+            # it.
             server.assert_exited(members, within_s=1.0)
         server.discard(members)
         assert not created_since(before)
@@ -337,7 +338,8 @@ def objects_of_others(stage: Stage) -> None:
                         names.add(target.removeprefix("/dev/shm/").removesuffix(" (deleted)"))
         assert all(name.startswith("test-") for name in names), names
         for name in set(os.listdir("/dev/shm")) - names:
-            with contextlib.suppress(FileNotFoundError):  # another run's, which is over
+            # An object of another run, which has ended.
+            with contextlib.suppress(FileNotFoundError):
                 if os.stat(f"/dev/shm/{name}").st_uid != os.geteuid():
                     assert stage.http.register("x", name, 1).status in (400, 403, 500)
         visit.release()
@@ -424,7 +426,7 @@ def pinned_memory(stage: Stage) -> None:
         body = {"key": made.key, "byte_size": 2 * SIZE}
         assert stage.http.post(path, {**body, "pin": "yes"}).status == 400
         assert "invalid args" in stage.http.post(path, {**body, "byte_size": 0, "pin": True}).error
-        # This server sees no device, whatever the host has.
+        # This server sees no GPU, whether or not the host has one.
         pinned = stage.http.post(path, {**body, "pin": True})
         assert (pinned.status, "the server has none" in pinned.error) == (400, True)
         stage.http.post(path, {**body, "pin": False}).ok()

@@ -27,10 +27,10 @@ from tests.support.waiting import until
 
 IDLE_S = 3
 IDLE = f"max_sequence_idle_microseconds: {IDLE_S}000000"
-DIES = -99  # the model's process ends with it
+DIES = -99  # the model exits when it receives this value
 MANY = 8_000
 STREAMED = 400
-MEMORY = 160 << 20  # what so many requests may leave behind in three processes
+MEMORY = 160 << 20  # bytes that this many requests may leave allocated in three processes
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ class CalledModels:
         self._server = server
         self._stop = threading.Event()
         self.wrong: list[Any] = []
-        self.lost = 0  # sequences that a dead worker has cost
+        self.lost = 0  # number of sequences whose worker died
         self.done = 0
         self._thread = threading.Thread(target=self._run)
 
@@ -110,7 +110,7 @@ def test_a_worker_dies_and_its_sequences_are_told(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """The one that did it, the other of that instance, those of the other instance, new ones."""
-    for sequence in (1, 2, 3, 4):  # 1 and 3, 2 and 4 share an instance
+    for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert ask(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as raised:
         ask(client, 1, DIES)
@@ -135,7 +135,8 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
     with CalledModels(server) as others:
         victim = server.find_one("worker summing.0")
         victim.kill()
-        with contextlib.suppress(shmserve.client.Internal):  # the scheduler may not know it yet
+        # Fails if the scheduler has not been notified of the exit yet.
+        with contextlib.suppress(shmserve.client.Internal):
             ask(client, 69, 3, start=True, end=True)
         assert ask(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
@@ -172,10 +173,10 @@ def test_a_client_opens_very_many_and_ends_none(
         error = futures[-1].exception(0)
         assert isinstance(error, shmserve.client.QueueFull)
         assert "2048 sequences of this client wait for a slot of model 'summing'" in str(error)
-        # A slot becomes free when an idle one loses it, and this client has the next turn.
+        # A slot becomes free when an idle sequence loses it. This client is next.
         assert ask(client, 2, 5, start=True) == 5
         assert [ask(client, 2, 5), ask(client, 2, 5, end=True)] == [10, 15]
-    # It has left, and what it had waiting with it.
+    # The other client has disconnected, and its waiting sequences have been removed.
     until(
         "nothing of it waits",
         lambda: server.metric("nv_inference_pending_request_count") == 0,
@@ -200,7 +201,7 @@ def test_a_stream_opens_very_many_and_ends_none(
         greedy.start_stream(lambda result, error: told.put(error))
         for sequence in range(1, STREAMED):
             greedy.async_stream_infer("summing", [given], sequence_id=sequence, sequence_start=True)
-        for _ in range(4):  # those that found slots
+        for _ in range(4):  # the sequences that received slots
             assert told.get(timeout=30) is None
         began = time.monotonic()
         asked = http.InferInput("INPUT0", [1, 1], "INT32")
@@ -211,7 +212,7 @@ def test_a_stream_opens_very_many_and_ends_none(
             result = other.infer("summing", [asked], sequence_id=1_000_000, **flags)
             sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [1, 3, 6]
-        assert time.monotonic() - began < 4 * IDLE_S  # and not STREAMED / 4 times that
+        assert time.monotonic() - began < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S
         greedy.stop_stream(cancel_requests=True)
 
 
@@ -220,7 +221,7 @@ def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server)
     with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as others:
         assert ask(client, 5, 1, start=True) == 1
         assert [ask(other, 5, 10), ask(client, 5, 100), ask(other, 5, 1000)] == [11, 111, 1111]
-        # Who starts it anew does so for both.
+        # A START from either client restarts the sequence for both clients.
         assert [ask(other, 5, 7, start=True), ask(client, 5, 1)] == [7, 8]
         assert ask(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):

@@ -51,7 +51,7 @@ def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
         victim = repeating.find_one(process)
         victim.kill()
         assert says in failed(told)
-        # What comes on the same stream finds the successor.
+        # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])
         assert ended(told) == 3
     until("nothing is left at a worker", lambda: live(repeating) == 0)

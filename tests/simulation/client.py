@@ -43,7 +43,7 @@ class ClientRequest(InflightRequest):
         if self.request.cancelled:
             self.client.schedulers.discard(self.endpoint, message)
         else:
-            # Each worker that a text comes to has a window of its own.
+            # A generation may run on several workers, and each worker has its own credit.
             workers = MOST_BEGINNINGS if self.request.model.generative else 1
             if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
@@ -272,7 +272,7 @@ class Client(Process):
                 try:
                     data = self._memory.read(data, self)
                 except ShmserveError:
-                    return  # its worker has ended
+                    return  # the worker that owned the memory has exited
             contents[tensor.name] = data
         if request.is_skipped(contents):
             return

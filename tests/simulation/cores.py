@@ -25,8 +25,8 @@ from tests.simulation.world import Process, Violation
 from tests.support.generative_worker import END
 
 _SUPERVISOR_PID = 1
-# What a core may still have when nothing is in flight, and how many of it: tables of what is there
-# (instances, settings), counters, and the few that are kept from growing by a bound of their own.
+# The objects that a core may keep when no request is in flight, and their maximum number: tables of
+# models, instances and settings, counters, and collections with a limit of their own.
 _KEPT = {
     "ClientTable": 1024,
     "LruCache._entries": 1 << 20,
@@ -61,8 +61,8 @@ _KEPT = {
     "_EnsembleMemory._held": 64,
 }
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
-# Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
-# which there is one a graph.
+# Modules whose objects hold no request, and classes with a limit of their own or with one object
+# per ensemble graph.
 _SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
 _STATIC = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
 

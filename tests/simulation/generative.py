@@ -299,7 +299,7 @@ class Schedule:
         self._prefixes = [
             [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
-        self._samples: dict[int, set[int]] = {}  # that are to end, by the key of their request
+        self._samples: dict[int, set[int]] = {}  # unfinished samples, by the key of their request
         self._stopped: set[tuple[int, int]] = set()
 
     def run(self, requests: int = 60) -> None:

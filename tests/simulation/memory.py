@@ -59,7 +59,7 @@ class SimulatedMemory:
         arena = self._arenas[memory_id]
         return arena.blocks.get(offset) if arena.owner.alive else None
 
-    # What the cores' `Mappings` offer.
+    # The methods of `Mappings` that the cores call.
 
     def view(self, memory_range: Range) -> memoryview:
         return memoryview(self.read(memory_range, "a scheduler"))

@@ -156,7 +156,7 @@ class Model:
         for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
             made = values.pop(maps["output_map"]["OUT"], None)
             if made is None:
-                continue  # it did not run
+                continue  # the step did not run
             data, _, tag = made.rpartition(b"|")
             maker, _, version = tag.partition(b".")
             if maker != step.name.encode() or ("WHO" in maps["output_map"] and version != who):

@@ -22,7 +22,7 @@ from tests.simulation import texts
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World
 
-MOST_BEGINNINGS = 3  # of a text, whose workers die
+MOST_BEGINNINGS = 3  # a generation may begin on this many workers, because workers die
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Request:
             return b"%s#%s" % (self.content, packed)
         if self.model.decoupled:
             which, _, count = source.rpartition(b"#")[2].partition(b"/")
-            if self.model.steps:  # whose further steps overtake one another
+            if self.model.steps:  # later steps may overtake one another
                 number = int(which)
                 if number in self.seen:
                     self.fail(f"has response {number} twice")
@@ -136,7 +136,7 @@ class Ledger:
             self._may_fail(request, message, kind)
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
-            # A sequence's state ends with its scheduler: what goes on with it is refused there.
+            # The state of a sequence ends with its scheduler, so its later requests are rejected.
             refused = stopping("", of_sequence=True) in text and request.step <= 0
             if (ENDED in text or refused) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
@@ -216,7 +216,7 @@ class SchedulerTrace:
     def _fail(self, text: str) -> None:
         raise Violation(f"{self.title}: {text}")
 
-    # --- in ---------------------------------------------------------------------------------------
+    # --- received messages ------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: Any) -> None:
         """A client's message is about to be handled."""
@@ -250,7 +250,7 @@ class SchedulerTrace:
 
     def lost(self, peer: bytes) -> None:
         """A worker is gone, with what it had."""
-        running = True  # the first; the others were sent ahead
+        running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
                 entry = self.by_uid.get(_uid(work.client_pid, work))
@@ -273,7 +273,7 @@ class SchedulerTrace:
             if entry is not None and (not self.model.decoupled or work.key in ended):
                 entry.at = b""
 
-    # --- out --------------------------------------------------------------------------------------
+    # --- sent messages ----------------------------------------------------------------------------
 
     def executes(self, peer: bytes, message: m.Execute) -> None:
         self.batches[peer, message.batch] = message
@@ -358,7 +358,7 @@ class SchedulerTrace:
         if entry.died > 1:
             self._fail(f"request {uid} begins once more, after two workers died of it")
         if entry.begun:
-            return  # before all others, since its worker died
+            return  # it was retried before all others, because its worker died
         if not self.model.sequences:
             self._in_turn(entry)
         self.waiting[entry.level].pop(entry, None)
@@ -469,7 +469,7 @@ class SchedulerTrace:
             if name == "failed" and self.model.decoupled:
                 continue
             if name in ("executions", "inferences") and self.model.steps:
-                continue  # each is one of a step's
+                continue  # ensembles have no executions of their own
             if value != self.counted[name]:
                 self._fail(f"counts {value} {name}, and has {self.counted[name]}")
 

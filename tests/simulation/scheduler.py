@@ -100,7 +100,8 @@ class SchedulerProcess(Process):
         self._timer_ns = NEVER
         self._turn_due = False
         self.malformed = 0
-        # The blocks of workers that clients have released here: memory, offset and content.
+        # The blocks of workers' memory that clients of this process have released: memory, offset
+        # and content.
         self._released: list[tuple[int, int, bytearray]] = []
         self.hosts = hosts
         self.hosted = cores.Scheduler(
@@ -185,7 +186,7 @@ class SchedulerProcess(Process):
                 f"{self.title}: {busy} executions have a resource of which there is one"
             )
 
-    # --- what arrives -----------------------------------------------------------------------------
+    # --- received messages ------------------------------------------------------------------------
 
     def _from_clients(self, peer: bytes, messages: list[Any]) -> None:
         for message in messages:

@@ -13,7 +13,7 @@ from tests.simulation.supervisor import Supervisor
 from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
 
 _TRAFFIC_NS = 200 * MS
-_FIXED_SIZE = 20_000  # bytes: too many to travel inside a message
+_FIXED_SIZE = 20_000  # bytes of a tensor that is too large for a message
 _LONGEST_QUIET_NS = 120 * SECOND
 
 
@@ -196,7 +196,8 @@ class Simulation:
         if client is not None:
             for link in client.links():
                 if self.world.chance(0.3):
-                    link.stall(self.world.between(100 * US, 10 * MS))  # its last frames come late
+                    # The last frames of the killed client arrive late.
+                    link.stall(self.world.between(100 * US, 10 * MS))
             self.supervisor.kill(client)
             self.world.after(self.world.between(MS, 5 * MS), self._new_client)
 
@@ -266,7 +267,7 @@ class Simulation:
         self.world.fault("clock")
         self.world.skew_ns += self._random.randint(-SECOND, SECOND)
 
-    # --- the end ----------------------------------------------------------------------------------
+    # --- shutdown ---------------------------------------------------------------------------------
 
     def _become_quiet(self) -> None:
         """No fault happens any more: every request ends."""
@@ -274,7 +275,7 @@ class Simulation:
         world.run(world.now_ns + _LONGEST_QUIET_NS, over=self._is_over)
         for request in self.ledger.open():
             request.fail(f"has not ended after {_LONGEST_QUIET_NS // SECOND} s of quiet")
-        world.run(world.now_ns + 2 * SECOND)  # for what is read and released late
+        world.run(world.now_ns + 2 * SECOND)  # time for late reads and releases
         self.ledger.check_complete()
 
     def _is_over(self) -> bool:
@@ -307,7 +308,7 @@ class Simulation:
             for worker in version.workers.values():
                 if worker.slots:
                     raise Violation(f"{worker} has the states {worker.slots} of ended sequences")
-        # What a scheduler knew that died, its successor cannot give back.
+        # A successor cannot release memory that only a killed scheduler had recorded.
         if not self.world.faults["kill scheduler"]:
             self._check_leaks()
 

@@ -103,7 +103,7 @@ class Supervisor(Process):
     def links(self) -> list[Link]:
         return list(self._links.values())
 
-    # --- what schedulers say ----------------------------------------------------------------------
+    # --- messages from schedulers -----------------------------------------------------------------
 
     def receive(self, scheduler: SchedulerProcess, message: Any) -> None:
         up = self._from_schedulers.get(scheduler.address)
@@ -241,7 +241,7 @@ class Supervisor(Process):
         else:
             self._once_received(scheduler, self._supersede, version, scheduler)
 
-    # --- moves ------------------------------------------------------------------------------------
+    # --- replacements -----------------------------------------------------------------------------
 
     @staticmethod
     def moves(version: Version | None) -> bool:
@@ -299,7 +299,7 @@ class Supervisor(Process):
         self.send(version.former, supervision.Stop())
         self.world.after(5 * MS, self._close, version.former)
         version.former = None
-        if version.scheduler.address not in self._links:  # its end was seen meanwhile
+        if version.scheduler.address not in self._links:  # the scheduler exited in the meantime
             self._scheduler_died(version)
 
     def _close(self, scheduler: SchedulerProcess) -> None:
@@ -470,7 +470,7 @@ class Supervisor(Process):
 
     def _introduce(self, version: Version) -> None:
         """Tell a new scheduler of the instances, of all at once."""
-        for index in version.leaving:  # what they run, runs elsewhere
+        for index in version.leaving:  # the requests of these instances are retried elsewhere
             self._end(version.workers[index])
         expected: list[supervision.InstanceExpected] = []
         for index in version.indices:

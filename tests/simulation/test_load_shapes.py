@@ -23,7 +23,8 @@ def wave(period_s: float, least: float = 4, most: float = 76) -> Shape:
     return lambda at_s: middle + height * math.sin(2 * math.pi * at_s / period_s)
 
 
-# Requests a second; and how often in ten minutes the rate rises from what fewer instances serve.
+# The load in requests per second, and how often within ten minutes it rises above the capacity of
+# the running instances.
 SHAPES: dict[str, tuple[Shape, int]] = {
     "hardly any": (steps((1, 0.2)), 0),
     "a fifth of an instance": (steps((1, 4)), 0),
@@ -77,7 +78,7 @@ def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, s
     found = run(shape, seconds=120, seed=seed)
     assert found.p99_s(40, 60) <= _TARGET_S
     assert found.p99_s(62, 120) <= _TARGET_S
-    # And no more of them than are of use.
+    # The number of instances does not exceed the useful number.
     assert found.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
 
 

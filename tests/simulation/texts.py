@@ -13,8 +13,8 @@ from shmserve.scheduler.generative.sequences import Generation
 from tests.simulation.generative import searched
 from tests.support.generative_worker import END, VOCABULARY, alone
 
-STOP = 7  # a text ends with it, as with a stop string
-_TOO_MANY = 5_000  # tokens: more than any pool has room for
+STOP = 7  # the token that ends a text like a stop string
+_TOO_MANY = 5_000  # number of tokens that exceeds every pool
 _BEGINNINGS = [
     [1 + (number * memory_range) % 60 for memory_range in range(1, 40)] for number in (7, 11, 13)
 ]

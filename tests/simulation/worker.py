@@ -24,7 +24,8 @@ from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, Wor
 from tests.support.messages import inference_of
 
 MOST_WAIT_NS = 30 * SECOND
-_NONSENSE_EVERY = 499  # batches, before one of which a worker returns what it was not given
+# After this number of batches, a worker returns a batch that it did not receive.
+_NONSENSE_EVERY = 499
 
 
 class Stream:
@@ -74,9 +75,9 @@ class Worker(Process):
         self._open: dict[int, m.Work] = {}
         self._cancelled: set[int] = set()
         self._streams: dict[int, Stream] = {}
-        self._lent: dict[int, int] = {}  # offset -> who reads it
+        self._lent: dict[int, int] = {}  # the reader of each lent block, by offset
         self._dead: set[int] = set()
-        self.slots: dict[int, bytes] = {}  # the states of sequences
+        self.slots: dict[int, bytes] = {}  # sequence states by slot
         self._host: SchedulerProcess | None = None
         self._up: Link | None = None
 
@@ -154,7 +155,8 @@ class Worker(Process):
                 for slot in slots:
                     self.slots.pop(slot, None)
             case m.ReleaseOutputs(client_pid=reader, offsets=offsets, memory=memory):
-                if memory == self.arena.memory.id:  # or it was that of one with the same pid
+                # Otherwise the message concerns a predecessor with the same pid.
+                if memory == self.arena.memory.id:
                     self._release(reader, offsets)
             case m.ReaderExited(pid=pid):
                 self._dead.add(pid)
@@ -179,7 +181,7 @@ class Worker(Process):
         self._running = self._batches.popleft()
         self._began_ns = self.world.now_ns
         for work in self._running.requests:
-            with contextlib.suppress(ShmserveError):  # it fails when it is read
+            with contextlib.suppress(ShmserveError):  # a failure is reported when the input is read
                 self._input(work)
         least, most = self.model.compute_us
         self.world.after(self.world.between(least * US, most * US), self._finish)
@@ -198,7 +200,7 @@ class Worker(Process):
         try:
             return self._memory.read(tensor.data, f"{self} for {work.request_id}")
         except Violation:
-            # What a scheduler or an ensemble had asked for that died, nobody waits for.
+            # No process waits for a request whose scheduler or ensemble has exited.
             alive = self._host is not None and self._host.alive
             if alive and not self._memory.ensembles_died:
                 raise
@@ -225,7 +227,7 @@ class Worker(Process):
                 self._open.pop(work.key, None)
                 self._cancelled.discard(work.key)
         if self._up is not None and self._up.connected:
-            # Drawn without `world.random`, so that the seeds that once failed run as they did.
+            # Computed without `world.random`, so that known seeds run as before.
             if (31 * self.pid + batch.batch) % _NONSENSE_EVERY == 0:
                 self.world.fault("nonsense", self)
                 self._up.post(replace(finished, batch=-batch.batch))
@@ -292,7 +294,8 @@ class Worker(Process):
             memory_range = memory_ranges.get(name)
             if memory_range is not None:
                 where = Range(memory_range.memory, memory_range.offset, len(output))
-                if self._up is not None and self._up.connected:  # or the place is another's by now
+                # Otherwise the memory may belong to another request by now.
+                if self._up is not None and self._up.connected:
                     self._memory.write(where, output, self)
             elif self.model.large and name == "OUT":
                 where = self.arena.memory_range(output)

@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-# What RFC 5280 asks for, which Python 3.13 and later verify.
+# The extensions that RFC 5280 requires. Python 3.13 and later verify them.
 _CONFIGURATION = """
 [req]
 distinguished_name = names

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 _PATIENCE_S = 20.0
 
-# The beginning of a model's file. Its function `wait` blocks until `holding` ends.
+# The first lines of a model's file. `wait` blocks until the test stops holding.
 WAITING = """
 import os
 
@@ -124,7 +124,7 @@ class Gate:
         would reset them.
         """
         self.path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError, ValueError):  # no connection is left
+        with contextlib.suppress(OSError, ValueError):  # raised once no connection remains
             while True:
                 self.next(0)
         self._listener.close()

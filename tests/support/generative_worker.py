@@ -19,7 +19,7 @@ from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 VOCABULARY = 61
 END = 0  # the token that ends a sequence
 
-Slot = tuple[int, int, bytes]  # token, position, hash of the tokens before it
+Slot = tuple[int, int, bytes]  # the token, its position, and a hash of the tokens before it
 
 
 @lru_cache(1 << 16)
@@ -67,7 +67,7 @@ def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], 
 
 @dataclass
 class _Known:
-    slots: list[Slot]  # of all its tokens
+    slots: list[Slot]  # one slot for each of its tokens
     key: int
     sample: int
     prompt: int
@@ -82,13 +82,13 @@ class GenerativeWorker:
     block_size: int
     blocks: int
     host_blocks: int
-    proposals: int = 1  # of three that are drafted, so many are right
+    proposals: int = 1  # number of correct tokens among three draft tokens
     prompts: dict[int, array[int]] = field(default_factory=dict)
     most: dict[int, int] = field(default_factory=dict)
     width: dict[int, int] = field(default_factory=dict)
     resumed: dict[tuple[int, int], array[int]] = field(default_factory=dict)
     known: dict[int, _Known] = field(default_factory=dict)
-    read: int = 0  # so many tokens, all of which were as they should be
+    read: int = 0  # number of cached tokens that were read and verified
 
     def __post_init__(self) -> None:
         self._pool: list[list[Slot | None]] = [[None] * self.block_size for _ in range(self.blocks)]
@@ -106,7 +106,7 @@ class GenerativeWorker:
                 if begin.token >= 0:
                     extend(known.slots, [begin.token])
             elif begin.key not in self.prompts:
-                continue  # its request has ended
+                continue  # the request of this sequence has ended
             else:
                 prompt = self.prompts[begin.key]
                 had = self.resumed.get((begin.key, begin.sample), array("i"))

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 _SHM = Path("/dev/shm")
 _SETTLE_S = 3.0
-# What tests/support/regions.py makes; several runs of the tests may go on at once.
+# The names that tests/support/regions.py creates. Several test runs may be active at once.
 _TEST_OBJECT = re.compile(r"test-(\d+)-")
 
 
@@ -81,8 +81,8 @@ def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[E
     return frozenset(
         entry
         for entry in descendants(os.getpid(), processes)
-        # The standard library's own, started at the first use of a shared memory object and kept
-        # for good.
+        # Python's own resource tracker, which starts with the first shared memory object and never
+        # exits.
         if entry.pid not in servers_own and "resource_tracker" not in servers.title_of(entry.pid)
     )
 

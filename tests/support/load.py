@@ -18,7 +18,7 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
-# A breath between two requests: the load is there to notice, not to saturate.
+# Pause between two requests: the load detects failures and should not saturate the server.
 _BREATH_S = 0.01
 _PATIENCE_S = 20.0
 
@@ -40,7 +40,8 @@ class Answer:
         return self.trouble.startswith("connection")
 
 
-# Sends the request numbered so on a connection, and returns "" or what is wrong with the answer.
+# Sends the request with this number on a connection. Returns "", or the difference from the correct
+# response.
 Ask = Callable[[Http, int], str]
 
 

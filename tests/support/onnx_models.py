@@ -26,7 +26,7 @@ def save(
         [helper.make_tensor_value_info(*each) for each in inputs],
         [helper.make_tensor_value_info(*each) for each in outputs],
     )
-    # Older than the newest, so that older packages read it.
+    # An older opset and IR version, which older packages can read.
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(model)
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,10 +23,10 @@ class Outcomes:
 
     passed: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
-    # Those that failed, in their set-up and their tear-down too, and files that were not imported;
-    # with what the first of their failures says.
+    # Failed tests, including failures in set-up and tear-down, and files that could not be
+    # imported, with the text of their first failure.
     failed: dict[str, str] = field(default_factory=dict)
-    # Whether the process ended by itself, having run them all.
+    # Whether the process exited by itself after all tests.
     complete: bool = False
 
     @classmethod

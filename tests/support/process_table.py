@@ -23,7 +23,7 @@ def table() -> dict[int, Entry]:
         if name.isdecimal():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 with open(f"/proc/{name}/stat", "rb") as stat:
-                    # The second field, the name of the program, may hold anything.
+                    # The second field, the name of the program, may contain any character.
                     fields = stat.read().rpartition(b")")[2].split()
                 found[int(name)] = Entry(int(name), int(fields[1]), int(fields[19]))
     return found

@@ -16,7 +16,8 @@ _FOLDER = Path("/dev/shm")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _numbers = itertools.count()
-_TOKEN = secrets.token_hex(4)  # a run that was killed leaves its objects, and its pids come again
+# Random, because a killed run leaves its objects, and pids are reused.
+_TOKEN = secrets.token_hex(4)
 
 
 class SharedObject:

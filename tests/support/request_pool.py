@@ -66,7 +66,7 @@ def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
         try:
             yield pool
         finally:
-            # Executions that wait at the gate after a failure are released by nothing else.
+            # After a failure, only this releases the executions that wait at the gate.
             while not all(asked.done() for asked in pool.futures):
                 server.gate.release_arrivals(0.1)
             server.gate.release_all()

@@ -14,7 +14,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 from tests.support.hf_folders import END, config, save_weights
 
 CALLED, ANSWERS = "<|called|>", "<|answers|>"
-# The prompt ends with CALLED behind a user's message, and with ANSWERS behind a tool's.
+# The rendered prompt ends with CALLED after a user message, and with ANSWERS after a tool message.
 TEMPLATE = (
     "{% if tools %}<|tools|>{{ tools | tojson }} as <tool_call>...</tool_call>{% endif %}"
     "{% if enable_thinking is defined %}<think></think>{% endif %}"

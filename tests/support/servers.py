@@ -35,7 +35,7 @@ _STOP_S = 40.0
 _TITLE = "shmserve: "
 _GONE = "(gone)"
 
-# Servers that live now, for the leak guard and for the log in a failed test's report.
+# The running servers: the leak guard and the report of a failed test use them.
 RUNNING: list[Server] = []
 
 
@@ -66,8 +66,7 @@ class Server:
         self.http_port, self.metrics_port = ports or found[:2]
         self.grpc_port = found[2] if grpc else 0
         self.gate = Gate(self.folder / "gate")
-        # The gate and the temporary files are this server's; nothing of it is in a folder others
-        # use.
+        # Each server has its own gate and its own folder for temporary files.
         self.environment = {
             **os.environ,
             "GATE": str(self.gate.path),
@@ -81,7 +80,7 @@ class Server:
             *(f"--model-repository={repository}" for repository in repositories),
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
-            # One process less where a test does not ask for it.
+            # GRPC is off by default, which saves a process.
             *(
                 ("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}")
                 if grpc
@@ -173,7 +172,7 @@ class Server:
         """Return once each of its processes has its own title, which the leak guard tells them by:
         it may be ready before all gateways are, and before its models' zygote is.
         """
-        # What they fork is called so, too, for a moment.
+        # A process forked by a zygote has the zygote's title for a moment.
         own = [
             each + title for each in ("", "spare ") for title in ("front zygote", "worker zygote")
         ]
@@ -193,7 +192,7 @@ class Server:
     def wait_log(self, text: str, within_s: float = 10.0) -> None:
         until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log(), within_s)
 
-    # --- looking inside ---
+    # --- inspection ---
 
     def tree(self) -> list[psutil.Process]:
         """The supervisor and all its descendants."""
@@ -264,7 +263,7 @@ class Server:
             assert str(self.run_dir) not in table.read()
         found = (
             os.listdir(self.folder) if self.folder.exists() else []
-        )  # else it was stopped before
+        )  # the folder is missing if the server was stopped before
         left = [n for n in found if n.startswith((".ses", "torchinductor"))]
         assert not left, f"left behind in $TMPDIR: {left}"
 
@@ -323,7 +322,7 @@ def title(process: psutil.Process) -> str:
 
 def title_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        # Of a zombie it is empty.
+        # The command line of a zombie is empty.
         return _short(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE
     return _GONE
 
@@ -364,7 +363,7 @@ def unload_all(server: Server, repository: Path) -> None:
             http.unload(model["name"]).ok()
     for folder in repository.iterdir():
         shutil.rmtree(folder)
-    hosts = ("scheduler", "ensemble")  # the last of a model's processes to end
+    hosts = ("scheduler", "ensemble")  # the roles of a model's processes that end last
     until("all have ended", lambda: not any(map(server.find, hosts)), 10)
 
 
@@ -388,8 +387,7 @@ def running(
         server.wait_named()
         yield server
     except BaseException:
-        # The test has failed already; how the server ends does not matter any more, only that it
-        # does.
+        # The test has failed already. Only the end of the server matters, not how it ends.
         server.discard()
         raise
     else:

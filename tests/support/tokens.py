@@ -7,15 +7,15 @@ from types import FrameType
 
 from shmserve.ipc.memory import lent
 
-LOST: list[str] = []  # where each was dropped
-_ROOT = Path(__file__).parents[2]  # which may have any name, and packages of others below it
+LOST: list[str] = []  # for each lost token, the frames in which it was dropped
+_ROOT = Path(__file__).parents[2]  # the checkout may have any name, and may contain other packages
 OURS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
 _collecting: list[str] = []
 
 
 def _server_frames() -> list[FrameType]:
     found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)  # not ours
+    frame: FrameType | None = sys._getframe(2)  # the caller of the collector's callback
     while frame is not None:
         if frame.f_code.co_filename.startswith(OURS):
             found.append(frame)
@@ -26,7 +26,7 @@ def _server_frames() -> list[FrameType]:
 def _collected(token: lent.Token) -> None:
     if not token.unsettled:
         return
-    # A test that ends drops all that it has made, and the collector finds what others have left.
+    # The collector also finds objects of earlier tests, so a collected token has no frames.
     frames = [] if _collecting else _server_frames()
     if frames:
         way = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])

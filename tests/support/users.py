@@ -16,7 +16,7 @@ import pytest
 
 T = TypeVar("T")
 
-# setgroups, setresgid, setresuid
+# The numbers of the system calls setgroups, setresgid and setresuid.
 _CALLS = {"x86_64": (116, 119, 117), "aarch64": (159, 149, 147)}.get(os.uname().machine)
 
 # Users and a group that need no entry in any database.

@@ -15,7 +15,7 @@ import sys
 import threading
 
 _STOP_S = 20.0
-# For lines that the parent wrote just before it exited.
+# Seconds for lines that the parent wrote just before it exited.
 _UNREAD_S = 1.0
 
 
@@ -33,7 +33,7 @@ def start() -> int:
     """Start the process; return the descriptor of the pipe on which it reads registrations."""
     reading, writing = os.pipe()
     command = (sys.executable, "-S", __file__, str(os.getpid()))
-    # No object of `subprocess`: it would warn at the exit of the interpreter.
+    # Not an object of `subprocess`, which would warn when the interpreter exits.
     stdin = (os.POSIX_SPAWN_DUP2, reading, 0)
     os.posix_spawn(sys.executable, command, os.environ, file_actions=[stdin], setsid=True)
     os.close(reading)
@@ -48,7 +48,7 @@ def watch(parent: int) -> None:
     """Read registrations until the parent exits; then end the servers that are registered."""
     servers: dict[int, str] = {}
     parent_exit = os.pidfd_open(parent)
-    # The end of the pipe would not do: children that the parent forked may keep it open.
+    # The end of the pipe is no sign of the parent's exit: forked children may keep it open.
     registrations = threading.Thread(target=_read, args=(servers,), daemon=True)
     registrations.start()
     select.select([parent_exit], [], [])

@@ -114,7 +114,7 @@ class Executor:
             if unpacked:
                 replies += self._run(opened, unpacked)
                 ran = True
-        if not self._decoupled:  # otherwise the streams close their requests
+        if not self._decoupled:  # in a decoupled model, the streams close the requests
             self._link.close(*requests)
         input_end_ns = watch.input_end_ns or start_ns
         output_start_ns = watch.output_start_ns

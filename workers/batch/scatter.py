@@ -36,10 +36,10 @@ from shmserve.workers.memory.outputs import Copier
 logger = logging.getLogger(__name__)
 
 
-MOST_TRACED = 1 << 26  # characters of the traced tensors of an execution
-_MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
+MOST_TRACED = 1 << 26  # maximum number of characters of the traced tensors of an execution
+_MOST_KNOWN = 64  # maximum number of kinds of responses to requests with equal schemas
 
-# Copying a smaller array takes less time than checking whether it is at its destination already.
+# Bytes; copying a smaller array takes less time than checking whether it is at its destination.
 _WORTH_A_LOOK = 16 * 1024
 
 

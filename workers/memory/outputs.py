@@ -185,7 +185,7 @@ def address_of(view: memoryview) -> int:
 
 
 _WORTH_HELP = 4 * 1024 * 1024  # in bytes; for smaller copies a wake-up costs as much as it saves
-_PIECE = LARGE_COPY  # smaller pieces would be copied through the caches
+_PIECE = LARGE_COPY  # bytes; smaller pieces would be copied through the caches
 _MOST_HELPERS = 3
 
 

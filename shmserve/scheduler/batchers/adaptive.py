@@ -47,17 +47,19 @@ from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
-_FIRST, _MOST = 64.0, 24.0  # initial and maximum number of misses in the account
+# The initial credit in misses, and the maximum credit after the learning period.
+_FIRST, _MOST = 64.0, 24.0
 _EARNED = 0.002  # misses earned by each request in time
 
-_EVERY, _SOON = 16, 2  # batches between two trials of sizes
+_EVERY, _SOON = 16, 2  # batches between two trials of sizes: usually, and while learning
 LEARNING = 48  # batches during which new sizes are tried early
 _LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
 
-_EPOCH = 24  # batches
+_EPOCH = 24  # number of batches in an epoch
 _SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
-_OTHER_EVERY, _MOST_EVERY = 2, 160  # initial and maximum epochs between uses of the other way
-_PAYS = 0.8  # initial and maximum number of epochs between uses of the other choice
+# The initial and the maximum number of epochs between uses of the other choice.
+_OTHER_EVERY, _MOST_EVERY = 2, 160
+_PAYS = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED = 0.01  # share of requests that may miss the target

@@ -6,13 +6,13 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 
-_KEPT = 1 - 1 / 64  # decay of an execution's weight in the line
+_KEPT = 1 - 1 / 64  # decay, per execution, of the weights in the line fit
 _KNOWN = 8  # minimum number of observations for an estimate
-_WIDEST = 4  # spreads; residuals beyond them are clamped
-_LEAST_VARIATION = 0.05  # residuals beyond this many spreads are clamped
+_WIDEST = 4  # residuals beyond this many spreads are clamped
+_LEAST_VARIATION = 0.05  # minimum relative deviation of the sizes for which a slope is fitted
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
-_REMEMBERED = 256.0  # executions in a size's mean, which changes more slowly than the level
+_REMEMBERED = 256.0  # maximum weight of a size's mean, in executions
 _GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # relative spread of durations
 _DEVIATION = 1.25  # standard deviations per spread, for a normal distribution
@@ -21,13 +21,13 @@ _SURE = 2.0  # standard errors by which a rate must be better
 _WORTH = 1.1  # minimum ratio of an untried size's possible rate to the best rate
 _FASTER, _SLOWER = 4, 2  # assumed initial speed-up, and slow-down, of an untried smaller batch
 _OFTEN = 4  # executions after which trials of a size end
-_DISTURBED = 16  # A busy machine disturbs one in this number of executions.
+_DISTURBED = 16  # a busy machine disturbs one execution in this many
 
 _RATE_GAIN = 1 / 64  # minimum gain of the averages of the load
 _DECAY = 1 - 1 / 1024  # decay of maxima, per batch
 _AS_MANY = 0.95  # share of arriving rows that are completed, at which the load is steady
 
-_MOST_LEVELS = 512  # numbers of requests with statistics of their own
+_MOST_LEVELS = 512  # maximum number of requests in flight that has its own statistics
 _LIKELY = 0.6  # minimum chance of a predicted arrival
 _FIRST_SEEN = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # allowance for the latency of the event loop

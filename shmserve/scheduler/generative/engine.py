@@ -412,7 +412,7 @@ class Engine(Generic[T]):
         self.running = Running(step.step, plan.rows, plan.load, copies, plan.drafts)
         return step
 
-    # --- done
+    # --- results of steps
 
     def done(self, message: Stepped) -> None:
         """Handle the results of the running step; raise ValueError for those of another step."""

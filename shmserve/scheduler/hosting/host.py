@@ -173,7 +173,7 @@ class HostedScheduler(ABC):
     def _parts(self) -> Parts:
         """Create the core, inboxes and outboxes of this kind of scheduler."""
 
-    # --- in
+    # --- received messages
 
     def _from_control(self) -> None:
         self._touched[self] = None
@@ -230,7 +230,7 @@ class HostedScheduler(ABC):
                 checked = self._traces.begin(peer, checked)
             front.from_client(peer, checked, now_ns)
 
-    # --- the way back to clients: see `ClientLinks`
+    # --- links to clients (see `ClientLinks`)
 
     @property
     def malformed(self) -> int:

@@ -229,7 +229,7 @@ class Pool:
         # Returns the instance with this address, or None.
         self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
 
-    # --- coming and going -------------------------------------------------------------------------
+    # --- registration and exit --------------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> Slot | None:
         """Announce an instance, for which requests wait from now on.

@@ -23,7 +23,7 @@ def can_mount() -> bool:
     return tried.returncode == 0
 
 
-# Runs in the server's mount namespace: its /dev/shm is the small one.
+# This program runs in the server's mount namespace, which has the small /dev/shm.
 _PROGRAM = """
 import json, os, sys
 import numpy as np
@@ -81,7 +81,7 @@ def fill_shared_memory(repository: Path) -> None:
         told = subprocess.run(
             [*enter, str(server.http_port)],
             cwd=ROOT,
-            # The working directory is not kept on the way into another mount namespace.
+            # The working directory changes when the process enters another mount namespace.
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,

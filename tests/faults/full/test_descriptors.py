@@ -23,7 +23,7 @@ from tests.support.wire.grpc_calls import is_right, simple_request, stub
 _LIMIT = 300
 _MANY = 2 * _LIMIT
 _STARTED_S = 15.0
-_BUSY = 0.5  # of a core, where nobody asks for anything
+_BUSY = 0.5  # share of a core that an idle process may use
 _SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
 
 
@@ -67,7 +67,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
         for _ in range(_MANY):
             sock = stack.enter_context(socket.socket(family, kind))
             sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):  # or the queue is full
+            with contextlib.suppress(BlockingIOError):  # raised if the listen queue is full
                 sock.connect(where)
         yield
 
@@ -80,7 +80,7 @@ def test_connections_that_say_nothing(server: Server, name: str) -> None:
             assert_recovers(stage, time.monotonic())
             with stub(server) as call:
                 assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
-            # Who comes now is heard: health checks, too, come on connections of their own.
+            # New connections are accepted again: health checks open a connection each.
             until("it is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
         assert_recovers(stage, time.monotonic())
     with crowded(server, name):

@@ -16,7 +16,7 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
 _MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
-# A program of the native client, which is refused twice.
+# A program with the native client, which is rejected twice.
 _NATIVE = """
 import sys, numpy, shmserve.client
 with shmserve.client.connect(sys.argv[1]) as client:
@@ -71,7 +71,7 @@ def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
             assert http.infer("simple", {"inputs": inputs}).status == 200
             floats = np.arange(4, dtype=np.float32)
             given = {"inputs": [json_input("INPUT0", floats)]}
-            for _ in range(2):  # one that waited, and one that is asked later
+            for _ in range(2):  # the request that waited, and a later one
                 assert (reply := http.infer("identity", given)).status == 503
                 assert "the model's scheduler ended before it could answer" in reply.error
         namespace = f"--mount=/proc/{server.pid}/ns/mnt"

@@ -21,7 +21,7 @@ from tests.support.wire.grpc_calls import is_right, request_of, simple_request, 
 from tests.support.wire.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
 
 _PATIENCE_S = 20.0
-# gRPC keeps buffers and threads for what comes next.
+# Bytes of buffers and threads that gRPC keeps for later calls.
 _GRPC_BYTES = 64 << 20
 
 
@@ -178,8 +178,9 @@ def requests() -> Iterator[bytes]:
         request.parameters[f"p{number}"].int64_param = number
     request.parameters["triton_x"].bool_param = True
     yield request.SerializeToString()
-    yield b"\x0a\xff\xff\xff\xff\x0f" + right  # a field of 4 GiB, of which little comes
-    yield b"\x33" * 100_000  # groups in groups
+    # A field with a length of 4 GiB, of which few bytes follow.
+    yield b"\x0a\xff\xff\xff\xff\x0f" + right
+    yield b"\x33" * 100_000  # nested protobuf groups
 
 
 def test_requests(server: Server) -> None:
@@ -269,7 +270,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
             while stream.is_active():
                 fine(stage)
                 assert taken < 5000
-            # Its stream alone ends: the status waits to be read, as all the rest does.
+            # Only this stream ends. Its status arrives after the unread messages.
             assert stream.code() is grpc.StatusCode.CANCELLED
         fine(stage)
 

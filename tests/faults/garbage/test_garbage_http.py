@@ -25,7 +25,8 @@ def head(*lines: str) -> bytes:
     return HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
 
 
-# What is sent on a connection of its own; the server answers with a client error, or hangs up.
+# Bytes that are sent on a new connection each. The server responds with a client error or
+# disconnects.
 BYTES: dict[str, bytes] = {
     "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "random": random.Random(1).randbytes(5000),
@@ -71,7 +72,8 @@ def one(
     return b'{"inputs":[{' + described + b"}]}"
 
 
-# JSON bodies; answered with a client error, or with 500 for JSON of the wrong kind.
+# Invalid JSON bodies. The server responds with a client error, or with 500 for JSON of the wrong
+# type.
 BODIES: dict[str, bytes] = {
     "nested 100,000 deep": b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "nested 100,000 deep, objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
@@ -227,9 +229,9 @@ def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None
     values = np.arange(3_000_000, dtype=np.float32)
     wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
     body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": wanted}).encode()
-    longest = []  # of the waits, as a part of the whole
+    longest = []  # the longest wait as a share of all waits, by round
     with scene(server, ARENA_BYTES) as stage, server.http() as another:
-        for _ in range(3):  # the machine stands still for a moment, too, but not each time
+        for _ in range(3):  # three rounds, because the machine may pause in some of them
             asked = stage.pool.infer("identity", body)
             waits = []
             while not asked.done():
@@ -238,7 +240,7 @@ def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None
                 waits.append(time.monotonic() - began)
             assert asked.result().status == 200
             longest.append(max(waits) / sum(waits))
-        assert min(longest) < 1 / 3  # not one for the whole of it
+        assert min(longest) < 1 / 3  # in one round at least, no wait took most of the time
         fine(stage)
 
 

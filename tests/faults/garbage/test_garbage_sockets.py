@@ -77,9 +77,9 @@ def garbage() -> Iterator[bytes]:
     yield msgpack.packb([frames.VERSION, [None]])
     yield msgpack.packb([frames.VERSION, ["NoSuchMessage"]])
     yield msgpack.packb([frames.VERSION, ["__class__", "os.system", "true"]])
-    yield b"\x91" * 100_000  # arrays in arrays in arrays
-    yield b"\xdd\xff\xff\xff\xff"  # an array of four billion, of which nothing comes
-    yield b"\xc6\xff\xff\xff\xff" + bytes(100)  # and so many bytes
+    yield b"\x91" * 100_000  # deeply nested arrays
+    yield b"\xdd\xff\xff\xff\xff"  # an array of four billion elements, none of which follows
+    yield b"\xc6\xff\xff\xff\xff" + bytes(100)  # a binary value of 4 GiB, of which 100 bytes follow
     yield b"cos\nsystem\n(S'true'\ntR."  # a pickle
     yield bytes(8 << 20)
     yield from wrong_types()
@@ -142,7 +142,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                 dealer.sndtimeo = patience_ms
                 monitor = dealer.get_monitor_socket(ENDINGS)
                 dealer.connect(f"ipc://{path}")
-                # Who publishes has no connection with this kind of socket.
+                # A peer that only publishes has no connection to this kind of socket.
                 with contextlib.suppress(zmq.Again):
                     for sent in garbage():
                         dealer.send(sent)

@@ -35,7 +35,7 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 MIB = 1 << 20
-_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it
+_SEAL_FUTURE_WRITE = 0x10  # from linux/fcntl.h, because Python does not define it
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def honest(stage: Scene) -> None:
         assert isinstance(answer(link), m.Finished)
 
 
-# --- crimes; each is committed by one local client, which then leaves
+# --- attacks, each by a local client that then disconnects
 
 
 def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
@@ -187,7 +187,8 @@ def slow_to_close(local_client: Guest, stage: Scene) -> None:
         for words in packed:
             for count in (1, 4, 100):
                 send_what_lingers(stack, Guest(stage.server).hello().listener, words, count)
-        at_once = Guest(stage.server).hello().listener  # who has left before all of it is read
+        # Disconnects before all of its bytes are read.
+        at_once = Guest(stage.server).hello().listener
         for words in (*packed, b""):
             send_what_lingers(stack, at_once, words, 1)
         at_once.close()
@@ -219,7 +220,7 @@ def send_what_lingers(
     lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGER_S))
     try:
         socket.send_fds(link, [words], [lingering.fileno()] * count)
-    except OSError:  # the kernel lets the server say no, or it is shown out already
+    except OSError:  # the server has rejected or disconnected the client
         lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes(8))
     lingering.close()
 
@@ -271,7 +272,7 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
     for _ in range(100):
         link.send(submit((numbers,), 5))
     link.send(m.Cancel(99))
-    link.send(submit((), 6))  # is answered at once, behind all of them
+    link.send(submit((), 6))  # answered at once, although it was sent last
     failed = answer(link)
     assert isinstance(failed, m.Failed) and failed.id == 6
     visit.release()
@@ -331,7 +332,8 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     bad: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
     bad += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
     bad += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
-    bad.append(["INPUT0", "FP32", [4.0]])  # as a number it is the right one
+    # Equal to the correct shape as a number, but of another type.
+    bad.append(["INPUT0", "FP32", [4.0]])
     packed, data = pack_inference(Inference((small(),), ()))
     schema = msgpack.unpackb(packed)
     works: list[tuple[Any, list[Any]]] = [([[tensor], *schema[1:]], data) for tensor in bad]
@@ -435,7 +437,8 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
     """Hundreds who say nothing keep nobody out."""
     with contextlib.ExitStack() as stack:
         for _ in range(600):
-            # It waits for a place in the queue, which one with a timeout would not.
+            # A blocking socket waits for a place in the listen queue; a socket with a timeout would
+            # fail.
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent.connect(str(endpoints.listener(stage.server.run_dir)))
         honest(stage)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 
-LARGE = 300_000  # elements: 1.2 MB
+LARGE = 300_000  # number of elements, 1.2 MB in total
 MANY = "model_transaction_policy { decoupled: true }"
 COUNT = """
     sender = request.get_response_sender()
@@ -12,7 +12,7 @@ COUNT = """
         sender.send(self.response(Y=np.full(self.SIZE, i, np.float32)))
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-# What a request said, as a text.
+# Code of a model that returns the fields of its request as a text.
 TELL = """
     said = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
             request.parameters(), request.priority() if hasattr(request, "priority") else ""]

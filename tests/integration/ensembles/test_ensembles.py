@@ -49,7 +49,7 @@ def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
 def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
     assert "3 tensors of fixed shapes between steps: 7.2 MB per request" in server.log()
     given = np.arange(LARGE, dtype=np.float32)[None]
-    for _ in range(100):  # a leak of 3.6 MB each would fill the arena
+    for _ in range(100):  # a leak of 3.6 MB per request would fill the arena
         assert (infer(server, "three", IN=given).as_numpy("OUT") == given + 3).all()
 
 
@@ -65,7 +65,7 @@ def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> No
             result = response.get_result()
             assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
 
-    ask(range(10))  # its inputs are copies, until it is known not to keep them
+    ask(range(10))  # inputs are copied until the model is known not to write to them
     before = server.metric("shmserve_copied_bytes_total", model="same")
     ask(range(60))
     assert server.metric("shmserve_copied_bytes_total", model="same") == before
@@ -97,7 +97,7 @@ def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
     assert outputs(server, "out_of_batch", IN=floats(1, 2)[None]) == {"OUT": [[3, 4]]}
 
 
-# --- what is not there ------------------------------------------------------------------------
+# --- missing outputs and models ---------------------------------------------------------------
 
 
 def test_an_output_that_a_model_left_out(server: Server) -> None:
@@ -162,7 +162,7 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
     )
 
 
-# --- what is forwarded ------------------------------------------------------------------------
+# --- forwarded fields -------------------------------------------------------------------------
 
 
 def test_what_a_request_says_is_forwarded_to_every_step(server: Server) -> None:

@@ -30,7 +30,7 @@ max_batch_size: 4
 input { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] }
 output { name: "VECTOR" data_type: TYPE_FP32 dims: [ 2 ] }
 """
-# By name, what engine.yaml says of it.
+# The models and the contents of their engine.yaml.
 MODELS = {
     "tiny": "aliases: [gpt-tiny, org/tiny]\n",
     "tight": "kv_cache_blocks: 10\nblock_size: 8\nswap_space_gb: 0.01\npreemption_mode: swap\n",

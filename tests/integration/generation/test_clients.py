@@ -15,7 +15,7 @@ from tests.support.scripted_llm import ANSWER, ANSWERS, CALL, CALLED, write_scri
 from tests.support.servers import Server, running
 
 PROGRAMS = Path(__file__).with_name("clients")
-# The package that each program needs, and its folder; "" for the tests' own packages.
+# Program -> the package that it needs, and the folder of that package ("": the tests' packages).
 PYTHON = {
     "openai_client.py": ("openai", ""),
     "agents_client.py": ("agents", "python"),
@@ -25,7 +25,7 @@ PYTHON = {
     "instructor_client.py": ("instructor", "instructor"),
 }
 NODE = {"openai_client.mjs": "openai", "ai_client.mjs": "ai"}
-# Without a network, litellm would try for long to read its prices.
+# Without a network, litellm would try to download its price list for a long time.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 

@@ -51,7 +51,9 @@ def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> lis
 def test_side_by_side_the_tokens_are_those_of_transformers(
     generative: Server, greedy: Greedy, model: str, modes: list[str]
 ) -> None:
-    count = 4 * COUNT  # of all together more than these have blocks for, "crowded" on the host, too
+    # All prompts together need more blocks than the model "crowded" has, even with those on the
+    # host.
+    count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         made = pool.map(
             lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
@@ -287,7 +289,7 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
-        ("/tokenize", {"prompt": "a"}, 400, "model"),  # there are several
+        ("/tokenize", {"prompt": "a"}, 400, "model"),  # required, because several models are loaded
         ("/tokenize", {"model": "nobody", "prompt": "a"}, 404, None),
         ("/tokenize", {"model": "embedder", "prompt": "a"}, 404, None),
         ("/tokenize", {"model": "tiny"}, 400, "prompt"),
@@ -323,7 +325,8 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
 
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
         assert client.models.retrieve("night").id == "night"
-        assert listed() == dict.fromkeys(("first", "asleep", "night"))  # it is not loaded
+        # Retrieving a model does not load it.
+        assert listed() == dict.fromkeys(("first", "asleep", "night"))
         made = client.completions.create(model="night", prompt="a", max_tokens=1)
         assert made.model == "first"
         assert all(listed().values())
@@ -430,7 +433,7 @@ def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
         replies = list(pool.map(ask, range(6)))
     with generative.http() as http:
         together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
-    assert together.status == 400  # no repetition of the request would succeed
+    assert together.status == 400  # not 429, because a retry cannot succeed
     assert "6 prompts are more than the 2" in together.json()["error"]["message"]
     refused = [after for status, after in replies if status == 429]
     assert refused and all(after is not None and int(after) >= 1 for after in refused)
@@ -449,7 +452,7 @@ def test_a_beam_search_finds_what_transformers_finds(
 
 @pytest.mark.parametrize("model", ["guessing", "drafting"])
 def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
-    for prompt in PROMPTS[:3]:  # long enough to say things twice
+    for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
         made = token_ids(generative, model, prompt, max_tokens=60)
         assert made == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
@@ -462,7 +465,7 @@ def test_metrics_tell_what_was_generated(generative: Server) -> None:
     name = "shmserve_llm_"
     before = generative.metric(f"{name}tokens_generated", model="tiny")
     tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
-    until(  # a response may be here before the step that it is of
+    until(  # a response may arrive before its step is counted
         f"{len(tokens)} tokens are counted",
         lambda: generative.metric(f"{name}tokens_generated", model="tiny") - before >= len(tokens),
         within_s=5,

@@ -17,7 +17,7 @@ def test_tokens_are_counted_and_timed(generative: Server, tmp_path: Path, route:
     assert main(["perf", "tiny", f"--url=http://{generative.url}", *arguments, *short]) == 0
     (point,) = json.loads(path.read_text())["points"]
     assert (point["errors"], point["error"]) == (0, "")
-    # As the server says, not as chunks: a token may have no text yet.
+    # The server's count of tokens, not the number of chunks: some tokens have no text yet.
     tokens = round(point["responses_per_second"] / point["per_second"], 6)
     assert 1 < tokens <= 6
     assert 0 < point["first"]["p50"] < point["latency"]["max"]

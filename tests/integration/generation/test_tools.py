@@ -19,7 +19,8 @@ PARAMETERS: dict[str, Any] = {
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
 LONG = tuple(f"{number:04x}" for number in range(240))
-# The script, the hint in the chat template, the special tokens, and the arguments.
+# Format -> the scripted text, the hint in the chat template, the special tokens, and the engine
+# arguments.
 SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]] = {
     "hermes": (
         (
@@ -127,7 +128,8 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
     more = {"tool_choice": "required"} if choice == "required" else {}
     body = asked(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
     (made,) = client.chat.completions.create(**body).choices
-    if made.finish_reason == "length":  # the grammar had another spelling than the script
+    # The grammar prescribes another spelling than the scripted text.
+    if made.finish_reason == "length":
         return
     (call,) = made.message.tool_calls or []
     assert call.type == "function" and json.loads(call.function.arguments)["city"]

@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
-THINK = 319  # the token </think>
+THINK = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -114,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     given = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
     (version / "model.json").write_text(json.dumps(given))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
-    environment = {"TMPDIR": str(folder)}  # torch keeps a cache in it
+    environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
     made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
         made.wait_ready(within_s=START_S)
@@ -355,7 +355,7 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
             pool.submit(ask, 9)
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30, 30.0)
         pool.submit(ask, 1)
-    # 64 run at a time. In the order of arrival it would be among the last 32.
+    # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
     assert ended.index(1) < 128
 
 

@@ -51,7 +51,7 @@ def test_only_outputs_are_copied(repository: Path, serve: Callable[..., Server])
         region.write(x)
         http.register("r", region.key, 2 * SIZE).ok()
         http.infer("linear", request).ok()
-        # Until it is known that the model leaves its input alone, that is copied, too.
+        # The input is copied, too, until the model is known not to write to it.
         assert copied(server) == {"in": SIZE, "out": SIZE}
         for count in range(2, 5):
             region.write(np.zeros(8, np.float32), SIZE)

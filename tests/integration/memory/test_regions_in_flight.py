@@ -61,13 +61,13 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
         asked = pool.infer("gated", gated(1, "draining", 0))
         visit = server.gate.next()
         http.unregister(name).ok()
-        for _ in range(8):  # every time another connection: they are not all of one gateway
+        for _ in range(8):  # new connections reach different gateways
             with server.http() as other:
                 assert other.regions("draining").ok().json() == shown
                 assert other.regions().ok().json() == shown
         later = pool.infer("gated", gated(2, "draining", 64))
         server.wait_pending("gated", 1)
-        http.unregister().ok()  # changes nothing
+        http.unregister().ok()  # a second unregistration has no effect
         visit.release()
         assert asked.result().status == 200
         visit = server.gate.next()
@@ -123,7 +123,8 @@ def holders(server: Server, name: str) -> list[str]:
     for process in server.tree():
         opened = []
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            # The descriptor was closed in the meantime.
+            with contextlib.suppress(FileNotFoundError):
                 opened.append(str(link.readlink()))
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         if any(name in target for target in opened) or name in maps:

@@ -55,7 +55,7 @@ def server(folder: Path) -> Iterator[Server]:
         f"--shm-max-byte-size={64 << 20}",
     ]
     with running(repository, *flags) as started:
-        (folder / "socket").chmod(0o666)  # the matrix has strangers too
+        (folder / "socket").chmod(0o666)  # the tests include users outside the group
         yield started
 
 
@@ -130,7 +130,7 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
             assert f"the client is uid {ALICE}" in refused.error
         bob.register("his", his).ok()
         me.register("ours", ours).ok()
-        # Names are taken, whoever has them.
+        # A name that another user has registered is rejected.
         refused = bob.register("hers", his)
         assert (refused.status, refused.error) == (
             400,
@@ -226,7 +226,7 @@ def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, 
         assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
         assert ours.name in maps(worker)
         assert hers.name not in maps(worker)
-        # Nor when several of hers lie next to each other in one batch, or hold BYTES.
+        # The same holds for adjacent ranges in one batch, and for BYTES.
         words = [b"one", b"two", b""]
         hers.write(join_bytes(words))
         size = len(join_bytes(words))
@@ -454,7 +454,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         request = {"inputs": [json_input("INPUT0", VALUES)]}
         assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
         http.get("/v2/models/stats").ok()
-    # The supervisor and both zygotes; what they fork listens as they do.
+    # The supervisor and both zygotes. Their forked processes have the same audit hook.
     lines = seen.read_text().splitlines()
     assert lines == ["hook"] * len(lines)
     assert len(lines) >= 3

@@ -69,7 +69,7 @@ def test_more_than_the_whole_pool_names_both_figures(http: Http) -> None:
 def test_a_second_workspace_of_one_execution_is_refused(http: Http) -> None:
     reply = http.infer("large", asked(-2))
     assert "this execution has a workspace already" in reply.json()["error"]
-    http.infer("whole", asked(1)).ok()  # the first one was given back
+    http.infer("whole", asked(1)).ok()  # the first workspace was returned
 
 
 def test_without_a_pool_the_error_names_the_flag(

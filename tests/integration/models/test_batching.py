@@ -14,7 +14,7 @@ from tests.support.texts import EXPIRED
 
 DYNAMIC = "dynamic_batching { %s }"
 LONG = 30_000_000
-# Of requests that are to come before it is over, on a machine that may stand still for a moment.
+# Long enough for several requests to arrive within it, even if the machine pauses for a moment.
 AMPLE = 1_500_000
 
 MODELS = {

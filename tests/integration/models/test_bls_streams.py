@@ -16,8 +16,8 @@ model_transaction_policy { decoupled: true }
 input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
-# Sends each step as a response; "error TEXT", "final" (with the one before it); "left PATH", "obey"
-# and "ignore" wait until it is cancelled.
+# A model that executes commands: most are sent as a response; "error TEXT" fails; "final" ends the
+# stream with the response before it; "left PATH", "obey" and "ignore" wait for the cancellation.
 STEPS_MODEL = """
 import threading, time
 import numpy as np

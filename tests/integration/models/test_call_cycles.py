@@ -161,7 +161,7 @@ def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
             wait_held()
             with cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
                 ask(http, model)
-            # The model can serve the next request, while the called model is still busy.
+            # The outer model can serve the next request while the called model is still busy.
             nested = model == "outer_leaf"
             with cycles.http(timeout_s=5) as http:
                 assert ask(http, "exec_leaf" if nested else model, 20).status == 200

@@ -22,7 +22,8 @@ TABLE = np.arange(12, dtype=np.float32).reshape(4, 3)
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the example is installed, as its README says, in a folder."""
     folder = tmp_path_factory.mktemp("backend")
-    source = shutil.copytree(EXAMPLE, folder / "source")  # a build writes into it
+    # A copy, because the build writes into the folder.
+    source = shutil.copytree(EXAMPLE, folder / "source")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--no-index", f"--target={folder / 'site'}"]
     subprocess.run([*command, *options, str(source)], check=True, capture_output=True, text=True)

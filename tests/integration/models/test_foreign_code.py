@@ -66,7 +66,7 @@ def test_a_model_at_every_socket(server: Server) -> None:
         assert (state(http), sorted(process.pid for process in server.tree())) == before
         assert server.answers("/v2/health/ready")
         assert constant(http) == 1
-        # Its links are still there when a place is free.
+        # The processes have kept their sockets, and connect once the descriptor limit permits it.
         for title in ("worker constant.0", "scheduler constant"):
             old = server.find_one(title)
             old.kill()

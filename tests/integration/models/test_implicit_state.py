@@ -243,7 +243,7 @@ def test_3_5_a_state_goes_from_request_to_request(
             sequence=sequence,
             **flags,  # type: ignore[arg-type]
         )
-        assert list(result) == ["OUTPUT"]  # states are not sent
+        assert list(result) == ["OUTPUT"]  # states are not sent to clients
         return float(result["OUTPUT"].reshape(-1)[0])
 
     assert ask(1, 1, start=True) == 1

@@ -17,7 +17,7 @@ from tests.support.wire.raw_http import Http, json_input
 
 Explicit = tuple[Server, Path]
 
-# Adds up what a sequence sends, and says which process it is.
+# A model that returns the sum of a sequence's values and its own pid.
 SUMS = """\
 import os
 import numpy as np

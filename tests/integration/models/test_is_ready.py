@@ -68,7 +68,8 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
         server.http() as http,
         grpc.InferenceServerClient(server.grpc_url) as client,
     ):
-        # "odd" is no bool, and "none" raises: both mean no, and are in the log.
+        # With "odd" the method returns no bool, and with "none" it raises: both count as not ready
+        # and are logged.
         for said, ready in (("yes", 1), ("no", 0), ("odd", 0), ("none", 0), ("yes", 1)):
             state.write_text(said)
             reply = http.get("/v2/models/moody/ready")
@@ -132,7 +133,7 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
             assert time.monotonic() - began < 3, "it executes meanwhile"
             assert first.result().status == 400
             other.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            for _ in range(2):  # the supervisor answers behind the second request
+            for _ in range(2):  # the supervisor replies after the readiness request has reached it
                 http.post("/v2/repository/index", {}).ok()
             goes_on.touch()
             assert other.recv(65536).startswith(b"HTTP/1.1 200 ")

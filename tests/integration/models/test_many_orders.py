@@ -12,8 +12,8 @@ from tests.support.waiting import until
 Explicit = tuple[Server, Path]
 
 THREADS = 16
-ROUNDS = int(os.environ.get("ORDER_ROUNDS", "4"))  # of each thread, a load and an unload
-# What a load may say that an unload came upon, in Triton's words.
+ROUNDS = int(os.environ.get("ORDER_ROUNDS", "4"))  # number of loads and unloads by each thread
+# The errors of a load that an unload has interrupted, in Triton's words.
 TEXTS = re.compile(
     "failed to load 'constant', no version is available"
     "|failed to poll from model repository"

@@ -197,7 +197,7 @@ def test_classification(server: Server, client_module: Any) -> None:
         tensor = client_module.InferInput("INPUT0", ROWS.shape, "FP32")
         tensor.set_data_from_numpy(ROWS)
         wanted = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
-        for _ in range(3):  # what the request and the response come to may be known by then
+        for _ in range(3):  # the schemas of the later requests are cached
             result = client.infer("scores", [tensor], outputs=[wanted])
             shown = result.as_numpy("OUTPUT0")
             assert shown.shape == (2, 2)

@@ -36,7 +36,7 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
         [("y", FLOAT, ("batch", "n"))],
     )
     both = ("batch", 2)
-    # y = state + x + start * 100: what the model saw is in what it says.
+    # y = state + x + start * 100, so the output shows all inputs of the model.
     save(
         models / "accumulator" / "1",
         [
@@ -69,7 +69,8 @@ def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServe
     config = client.get_model_config("large")
     assert (config["backend"], config["platform"]) == ("onnxruntime", "onnxruntime_onnx")
     assert config["max_batch_size"] == 4
-    assert config["instance_group"][0]["count"] == 2  # Triton's number for such models on CPUs
+    # Triton's default number of instances for this backend on a CPU.
+    assert config["instance_group"][0]["count"] == 2
     x = np.arange(300_000, dtype=np.float32)[None]
     np.testing.assert_array_equal(client.infer("large", [given("x", x)]).as_numpy("y"), x + x)
     x = x[:, :8]

@@ -13,7 +13,7 @@ from tests.support.wire.raw_http import Http, json_input
 
 UNIT = 'a "b"\\\n'
 
-# Its gauge is set by a thread of its own, and by nothing else.
+# A model with a gauge that only its own thread changes.
 TICKING = """
 import threading
 import triton_python_backend_utils as pb_utils
@@ -31,7 +31,7 @@ class TritonPythonModel:
 """
 
 
-# Looks at the metrics page of the port that it is sent, as a unit test in a model does.
+# A model that reads the metrics page at the port in its input.
 LOOKING = """
 import gc
 import time

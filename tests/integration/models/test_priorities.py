@@ -94,7 +94,7 @@ def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) 
 
     held = Queue(server, pool, "levels")
     held.add(5, priority=5)
-    held.add(4)  # no priority: level 4 is the default
+    held.add(4)  # without a priority: the default is level 4
     asked = [held.call(each) for each in (over_grpc, natively, from_a_model)]
     assert held.batches(5) == [[1], [2], [3], [4], [5]]
     for each in asked:
@@ -117,7 +117,7 @@ def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: R
     """Rule 3.2.4: its own timeout, which is shorter than the level's, only delays it."""
     held = Queue(server, pool, "levels")
     held.add(1, priority=5, timeout=500)
-    time.sleep(0.01)  # its timeout passes: what comes now is before it
+    time.sleep(0.01)  # its timeout expires, so later requests precede it
     held.add(2, priority=4)
     assert held.batches(2) == [[2], [1]]
     assert all(asked.result().status == 200 for asked in pool.futures)

@@ -79,7 +79,7 @@ def server(models: Path, start: Start) -> Server:
     )
     platform = 'platform: "pytorch_libtorch"'
     with warnings.catch_warnings():
-        # Deprecated, and what existing repositories are full of.
+        # TorchScript is deprecated, but common in existing repositories.
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(model)
     scripted.save(

@@ -142,7 +142,7 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
         assert http.load("bad").status == 400
         server.wait_log("failed to load 'bad' version 1: Internal: ")
         server.wait_log("    Traceback (most recent call last):\n      File ")
-        assert server.log().count("version 1: Internal: ") == 1  # told once
+        assert server.log().count("version 1: Internal: ") == 1  # the failure is logged only once
         assert f'File "{repository}/bad/1/model.py"' in server.log()
         assert "workers/" not in server.log(), "frames of the server"
         http.unload("good").ok()
@@ -193,7 +193,7 @@ def test_names_that_no_model_can_have(tmp_path: Path) -> None:
             for verb, call in calls.items():
                 path = f"/v2/repository/models/{quote(name, safe='')}/{verb}"
                 if verb == "unload" and traversal in text:
-                    call(name)  # as an unknown model
+                    call(name)  # the same status as for an unknown model
                     http.post(path).ok()
                     continue
                 with pytest.raises(InferenceServerException) as caught:
@@ -275,7 +275,8 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
     try:
         server.wait_ready("/v2/models/identity/ready")
         server.wait_log(" model constant: failed (")
-        assert server.log().count("broken on purpose (model.py:1)") == 1  # in the line of the load
+        # Part of the log line about the load.
+        assert server.log().count("broken on purpose (model.py:1)") == 1
         for name, reason in (
             ("versionless", "at least one version must be available under the version policy of"),
             ("unreadable", "nonsense: no such field"),
@@ -284,7 +285,7 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
             lines = [line for line in server.log().splitlines() if f" model {name}: " in line]
             assert len(lines) == 1 and lines[0].startswith("E ") and reason in lines[0]
         with server.http() as http:
-            # Its own process says so in the log a moment before the index does.
+            # The worker logs the failure a moment before the index shows it.
             until("it has failed", lambda: index(http)[("constant", "1")][0] != "LOADING")
             assert "broken on purpose" in server.log()
             assert http.get("/v2/health/live").status == 200
@@ -518,7 +519,7 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
             http.load("simple").ok()
             http.load("identity").ok()
             counted.append(server.metric("nv_inference_request_success"))
-    # Nor does it lose the count of one, or go back behind what was shown.
+    # No request is lost from the count, and the count never decreases.
     assert counted == sorted(counted)
     every = counted[0] + len(asking.answers)
     until(

@@ -76,7 +76,7 @@ def test_who_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
             )
             assert guarded or failed.value.details() == TEXT
         if not guarded:
-            # What the repository has may be loaded by everybody, as --insecure says.
+            # With --insecure, any client may load the models of the repository.
             http.post(path).ok()
             assert http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0] == 1
             return

@@ -82,7 +82,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "READY": [1, 0],
             "CORRID": [sequence, 0],
         }
-    # The other two slots; 5 and 6 wait in the backlog.
+    # Sequences 3 and 4 have the other two slots. Sequences 5 and 6 wait in the backlog.
     first.release()
     third = gate.next()
     second.release()
@@ -95,7 +95,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "READY": [0, 1],
             "CORRID": [0, sequence],
         }
-    # 4 ends, and 5 takes its slot.
+    # Sequence 4 ends, and 5 takes its slot.
     ended = ask(4, end=True)
     server.wait_pending("pair", 3)
     fourth.release()
@@ -105,7 +105,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     fifth = gate.next()
     assert fifth.pid == second.pid
     assert by_slot(fifth)["START"] == [0, 1] and by_slot(fifth)["CORRID"] == [0, 5]
-    # 2 ends, and 6 takes that one.
+    # Sequence 2 ends, and 6 takes its slot.
     ended_too = ask(2, end=True)
     server.wait_pending("pair", 2)
     fifth.release()
@@ -138,7 +138,7 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     visit.release()
     assert sums(lone) == [1]
     assert gate.is_idle()
-    # Together: while the instance is busy.
+    # Both requests wait together while the instance is busy.
     busy = ask(1)
     visit = gate.next()
     both = [ask(1)]
@@ -167,7 +167,7 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
         told = visit.message
         return told["START"], told["READY"], told["CORRID"]
 
-    for sequence in (1, 2):  # which another test has begun
+    for sequence in (1, 2):  # another test may have begun these sequences
         alone(sequence, start=True, end=True)
     assert alone(11, start=True) == ([1], [1], [11])
     assert alone(12, start=True) == ([0, 1], [0, 1], [0, 12])
@@ -200,7 +200,8 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
         ends.append(visit.message["END"])
         assert all(visit.message["READY"])
     visit.release()
-    # The oldest first, never two of one sequence, and who has ended has made room.
+    # The oldest sequences run first, at most one request of each. An ended sequence frees its
+    # place.
     assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
     assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

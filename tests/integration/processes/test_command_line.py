@@ -456,7 +456,7 @@ def test_client_infer_that_fails(
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_client_infer_without_a_server(scheme: str) -> None:
-    (held,) = hold_ports(1)  # nobody listens there
+    (held,) = hold_ports(1)  # a port at which no server listens
     with held:
         url = f"{scheme}://127.0.0.1:{port_of(held)}"
         done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)

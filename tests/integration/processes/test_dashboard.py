@@ -65,7 +65,7 @@ def test_it_needs_the_token_of_metrics(guarded: Server) -> None:
         shown = http.get("/", given).ok()
         assert shown.headers["Content-Type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in shown.headers["Content-Security-Policy"]
-        # Who has none is asked for one by the same page, which has nothing of the server in it.
+        # Without a token, the same page asks for one. It contains no data of the server.
         assert http.get("/").body == shown.body
         assert http.get("/live", {**given, "Sec-Fetch-Site": "cross-site"}).status == 403
     with Feed(guarded.metrics_port, given) as feed:
@@ -96,7 +96,7 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     assert whole["models"]["sums/1"]["sequences"] == open_sequences
     resident = server.samples("shmserve_process_resident_bytes")
     assert whole["server"]["processes"] == len(resident)
-    # Shared pages count once: less than the sum of what each process has resident.
+    # Shared pages count once (PSS), so the total is less than the sum of all resident sizes.
     used = sum(psutil.Process(each.pid).memory_full_info().pss for each in server.tree())
     assert whole["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
     assert whole["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
@@ -183,7 +183,7 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     first = "past.get('simple/1').find(point => point.rate > 0).at"
     assert page.run(f"asOf - {first}") > HISTORY_EVERY_S - 2
     assert page.run(f"past.get('').find(point => point.rate > 0).at <= {first}")
-    # The axis has the server's time at its end, and a mark every two minutes.
+    # The time axis ends at the server's time, and has a mark every two minutes.
     axis = "document.querySelector('#charts .axis')"
     assert page.run(f"{axis}.firstChild.textContent === clock(asOf)")
     marks = page.run(f"[...{axis}.querySelectorAll('i')].map(mark => mark.textContent)")
@@ -254,7 +254,7 @@ def test_it_fits_a_phone_and_is_readable_in_the_dark(server: Server, page: Page)
     assert not page.console
 
 
-# The WCAG contrast of a part's text and what is behind it.
+# The WCAG contrast ratio of an element's text and its background.
 CONTRAST = """(() => {
   const lit = text => {
     const [r, g, b] = text.match(/\\d+/g).map(n => n / 255)
@@ -307,7 +307,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
     environment = {**os.environ, "TOKEN": OTHER}
     done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True)
     assert json.loads(done.stdout)["model_name"] == "identity"
-    # The body may be edited: the line has what is in it.
+    # The request body can be edited, and the command line contains the edited body.
     script = "(() => { const area = document.querySelector('#models textarea'); area.value = "
     page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
     edited = page.run("document.querySelector('#models pre').textContent")
@@ -324,7 +324,7 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
     repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
     flags = ("--model-control-mode=explicit", "--load-on-demand", "--load-model=simple")
     with running(repository, *FLAGS, *flags) as server:
-        server.gate.close()  # nobody waits there
+        server.gate.close()  # no execution waits at the gate
         page.navigate(f"http://{server.url}/docs")
         page.wait("it shows the models", "!!document.querySelector('#models details')")
         names = page.run(

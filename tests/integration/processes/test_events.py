@@ -91,7 +91,7 @@ def test_a_load_that_is_refused(
 ) -> None:
     with server.http() as http:
         assert http.load(model).status >= 400
-        http.unload(model).ok()  # or it keeps the server unready
+        http.unload(model).ok()  # otherwise the failed model would keep the server unready
     *_, refused = heard(events, lambda event: isinstance(event, m.LoadRefused))
     assert refused.name == model and reason in refused.reason
 
@@ -136,7 +136,7 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
         assert shared.name.startswith(name)
         assert kept and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
         row = {field: getattr(shared, field) for field in ("name", "key", "offset", "byte_size")}
-        status = "/v2/systemsharedmemory/status"  # of a gateway, which is told a moment later
+        status = "/v2/systemsharedmemory/status"  # a gateway learns of the region a moment later
         until("it is listed", lambda: http.get(status).ok().json() == [row])
         assert server.metric("shmserve_shm_unnamed_regions") == 1
         assert server.metric("shmserve_shm_unnamed_region_bytes") == shared.byte_size
@@ -203,9 +203,9 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
 def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None:
     with following(server) as (process, line), following(server, "--topic=counters") as (_, count):
         shown = ""
-        while "counters of simple" not in shown:  # it comes once a second
+        while "counters of simple" not in shown:  # counters are sent once per second
             shown = count()
-        first = line()  # it runs: the snapshot has begun
+        first = line()  # the process runs and has begun to print the snapshot
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
         assert process.stdout is not None and "counters" not in first + process.stdout.read()
@@ -234,7 +234,7 @@ def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
         following(server, "--topic=regions") as (process, line),
     ):
         http.register("first", made.key, 4096).ok()
-        assert " region first: " in line()  # it is there, or it has come
+        assert " region first: " in line()  # printed as part of the snapshot, or as an event
         stopped(psutil.Process(process.pid))
         for _ in range(100):
             http.register("again", made.key, 4096).ok()
@@ -276,7 +276,7 @@ def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
         process.send_signal(signal.SIGCONT)
         reading = threading.Thread(target=read_to_the_end, daemon=True)
         reading.start()
-        for number in itertools.count():  # until one arrives, when there is room again
+        for number in itertools.count():  # until an event arrives, once the queue has space again
             http.register(f"last-{number}", made.key, 4096).ok()
             http.unregister(f"last-{number}").ok()
             reading.join(0.01)

@@ -52,7 +52,7 @@ MODEL = f'{ONE},model="m",version="1"'
 FAILED = "nv_inference_request_failure{" + MODEL + ',reason="%s"}'
 WAITED = "nv_inference_queue_duration_us{" + MODEL + "}"
 BUCKET = "shmserve_queue_seconds_bucket{" + MODEL + ',le="%s"}'
-# A model answers ten requests per second; samples are 30 s apart. There is another server, too.
+# A model completes ten requests per second. Samples are 30 s apart. A second server exists, too.
 HEALTHY = {
     f"up{{{ONE}}}": "1x60",
     'up{instance="two",job="shmserve"}': "1x60",
@@ -78,7 +78,7 @@ HEALTHY = {
 }
 NO_INSTANCE = f'shmserve_instances{{{MODEL},state="idle"}}'
 STARTING = f'shmserve_instances{{{MODEL},state="starting"}}'
-# Alert, changed series, when it is silent, when it fires; without a time it never does.
+# The alert, the changed series, a time without the alert, and a time with it ("": it never fires).
 ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveDown", {f"up{{{ONE}}}": "1x10 0x50"}, "5m", "6m30s"),
     ("ShmserveDown", {'up{instance="two",job="shmserve"}': "1x10 0x50"}, "20m", ""),
@@ -87,14 +87,15 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{ONE}}}": "3x10 4x50"}, "5m", "6m"),
     ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{ONE}}}": "3x10 4x50"}, "17m", ""),
     ("ShmserveNoInstance", {NO_INSTANCE: "1x10 0x50", STARTING: "0x10 1x50"}, "6m", "7m30s"),
-    ("ShmserveNoInstance", {NO_INSTANCE: "0x60"}, "20m", ""),  # none is wanted
+    ("ShmserveNoInstance", {NO_INSTANCE: "0x60"}, "20m", ""),  # no instance is configured
     ("ShmserveWorkersDie", {f"shmserve_workers_lost_total{{{MODEL}}}": "2x10 3x50"}, "5m", "6m"),
-    ("ShmserveRequestsFail", {FAILED % "OTHER": "0+30x60"}, "4m", "8m"),  # one of eleven
+    # One of eleven requests fails.
+    ("ShmserveRequestsFail", {FAILED % "OTHER": "0+30x60"}, "4m", "8m"),
     ("ShmserveRequestsFail", {FAILED % "OTHER": "0+12x60"}, "20m", ""),
     ("ShmserveRequestsFail", {FAILED % "CANCELED": "0+300x60"}, "20m", ""),
     ("ShmserveRequestsAreRejected", {FAILED % "REJECTED": "0+3x60"}, "4m", "8m"),
     ("ShmserveRequestsWait", {WAITED: "0+2400x60", BUCKET % "0.1": "0+30x60"}, "9m", "13m"),
-    ("ShmserveRequestsWait", {WAITED: "0+2400x60"}, "20m", ""),  # but not for long
+    ("ShmserveRequestsWait", {WAITED: "0+2400x60"}, "20m", ""),  # requests wait, but only briefly
     ("ShmserveExecutionsOverrun", {f"shmserve_overruns_total{{{MODEL}}}": "1x10 2x50"}, "5m", "6m"),
     (
         "ShmserveBlocksRunOut",
@@ -118,7 +119,7 @@ class Prometheus:
         (folder / "alerts.yaml").write_text(rules)
         target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
         config = {
-            # A scrape may take as long as the interval, and on a busy machine it does.
+            # A scrape may take the whole interval on a busy machine.
             "global": {"scrape_interval": "2s", "evaluation_interval": "1s"},
             "rule_files": ["alerts.yaml"],
             "scrape_configs": [{"job_name": "shmserve", "static_configs": [target]}],

@@ -59,7 +59,7 @@ class Reader:
         self.server.wait_ready()
 
     def run(self, block: Block) -> None:
-        # A busy machine may meet no target of milliseconds, and `tune` would exit with 1.
+        # A busy machine may meet no target of milliseconds, in which case `tune` exits with 1.
         text = block.text.replace("--p99 30ms", "--p99 10s")
         environment = dict(self.environment)
         if self.server:
@@ -98,7 +98,7 @@ class Reader:
 def test_it_does_what_it_says(page: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     found = blocks(page)
-    if page.stem == "generation":  # instead of the weights that the page names
+    if page.stem == "generation":  # a small model replaces the weights that the page names
         (tmp_path / "Qwen2.5-0.5B-Instruct").mkdir()
         hf_folders.write_folder(tmp_path / "Qwen2.5-0.5B-Instruct", "qwen2")
     for block in found:

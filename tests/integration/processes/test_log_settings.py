@@ -64,7 +64,8 @@ def http(server: Server) -> Iterator[Http]:
     """A connection; the settings are afterwards what they were."""
     with server.http() as connection:
         yield connection
-    with server.http() as connection:  # the gateway at the other end of that one may be gone
+    # A new connection, because the gateway of the first may have exited.
+    with server.http() as connection:
         connection.post(PATH, {**DEFAULTS, "log_file": None}).ok()
 
 
@@ -89,7 +90,7 @@ def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
     }
 
 
-# --- what Triton 2.51 answers ---------------------------------------------------------------------
+# --- responses of Triton 2.51 ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> No
         ('{"log_format": "x\\n\\"y"}', 503, 'invalid argument for --log_format, got: x\n"y'),
         ('{"log_file": "/tmp/x"}', 501, NO_FILE),
         ('{"log_info": false, "log_file": ""}', 501, NO_FILE),
-        # All or nothing, unlike Triton's.
+        # Unlike in Triton, an invalid setting changes none of the others.
         ('{"log_info": false, "log_format": "bad"}', 503, "invalid argument for --log_format"),
     ],
 )
@@ -221,7 +222,7 @@ def test_tritons_clients(server: Server, http: Http) -> None:
     assert settings(http) == DEFAULTS
 
 
-# --- what it does ---------------------------------------------------------------------------------
+# --- effects of the settings ----------------------------------------------------------------------
 
 
 def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
@@ -297,14 +298,14 @@ def test_a_model_is_heard_as_far_as_the_settings_say(
     server: Server, http: Http, changes: dict[str, Any], shown: str
 ) -> None:
     http.post(PATH, changes).ok()
-    # The worker hears of the change and of the request from two processes, in any order.
+    # The change and the request reach the worker from two processes, in any order.
     until("it is heard so", lambda: spoken(server, http) == shown)
 
 
 def spoken(server: Server, http: Http) -> str:
     """The levels of what the model is heard to say about one request."""
     before = len(lines(server, "worker talker"))
-    http.infer("talker", ROW).ok()  # what it says is written before it answers
+    http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent
     said = lines(server, "worker talker")[before:]
     return "".join(line[0] for line in said if " I am " in line)
 

@@ -2,7 +2,7 @@
 
 from tests.support.servers import run_python
 
-# In a process of its own: the process table adopts orphans, and kills what it does not know.
+# Runs in its own process, because a process table adopts orphans and kills unknown processes.
 _LATE = """
 import asyncio, logging, os, signal, time
 from shmserve.supervisor.processes.children import STOPPED_LIMIT_S, ProcessTable
@@ -44,7 +44,8 @@ async def main():
 asyncio.run(main())
 """
 
-# The shell is what stands between a zygote that died and what it was to start; one is known.
+# A shell is the parent process between a dead zygote and the processes that the zygote was asked to
+# fork. The table knows one of them.
 _BETWEEN = """
 import asyncio, os, select, signal
 from shmserve.supervisor.processes.children import ProcessTable
@@ -69,7 +70,7 @@ async def main():
 asyncio.run(main())
 """
 
-# A model whose process has a subprocess with shared memory and a semaphore, as vLLM has.
+# A process of a model has a subprocess with shared memory and a semaphore, as vLLM does.
 _SHARED = """
 import asyncio, os, sys
 from shmserve.ipc import processes

@@ -17,7 +17,8 @@ from tests.support.servers import Server, Start, refuses, run_command, run_pytho
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
-# It is to end as soon as it has its folder, and once more when it has ended but for that.
+# The server is terminated as soon as its run directory exists, and again when all other processes
+# have exited.
 _IMPATIENT = """
 import os, signal, sys
 from shmserve import cli
@@ -59,7 +60,7 @@ def test_every_process_says_what_it_is(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
         assert titles[title] == 1, titles
-    # What the README says that a model costs.
+    # Each model costs the processes that the README states.
     of_models = [t.split()[1].partition(".")[0] for t in titles.elements() if " " in t]
     assert [of_models.count(name) for name in ("simple", "identity")] == [2, 2], titles
     listed = subprocess.run(
@@ -154,7 +155,7 @@ def test_sigterm_under_load(repository: Path) -> None:
             server.process.terminate()
             assert server.wait_exit(15) == 0
         for trouble in asking.troubles():
-            # After it stopped listening there is nobody to answer; whoever was heard was answered.
+            # After the listener is closed, connections fail; every accepted request was answered.
             assert trouble.is_disconnected, trouble
         server.assert_exited(members)
     finally:
@@ -173,7 +174,7 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
             stuck = pool.number("gated", 1)
             server.gate.next()
             server.process.terminate()
-            server.wait_log("stopping")  # one that it has not heard yet would be the same signal
+            server.wait_log("stopping")  # two pending signals of the same number would be merged
             os.kill(server.pid, second)
             assert server.wait_exit(1.1) is None
             os.kill(server.pid, second)

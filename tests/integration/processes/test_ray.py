@@ -143,7 +143,7 @@ class Cluster:
 
     def _wait(self, word: str) -> None:
         assert self._process.stdout
-        for line in self._process.stdout:  # Ray prints, too
+        for line in self._process.stdout:  # Ray prints lines of its own, too
             if line.strip() == word:
                 return
         self._process.communicate()
@@ -260,7 +260,7 @@ def test_a_server_is_started_and_ended(own: Path) -> None:
         async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
             await server.wait_ready()
             await server.check()
-            assert "shmserve" in os.listdir(own)  # where clients on the node find it
+            assert "shmserve" in os.listdir(own)  # the folder in which clients on the node search
             async with await server.request("GET", "/v2/models/rows/ready", [], nothing) as answer:
                 assert answer.status == 200
 

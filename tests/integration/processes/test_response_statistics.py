@@ -32,7 +32,8 @@ def repeating(models: Path, start: Start) -> Server:
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     with stream(repeating) as (client, told):
         for count in (3, 1):
-            send_repeat(client, list(range(count)), delay_ms=2)  # a first one counts in whole ms
+            # The statistics count the first-response time in whole ms.
+            send_repeat(client, list(range(count)), delay_ms=2)
             assert ended(told) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:

@@ -24,7 +24,7 @@ from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
 RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
-CLIENTS = 8  # of each door
+CLIENTS = 8  # number of clients per protocol
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
 
@@ -38,7 +38,7 @@ class Load:
     def found(self) -> dict[str, dict[str, int]]:
         """What each door's clients have got, and how often."""
         assert self._program.stdin is not None and self._program.stdout is not None
-        with contextlib.suppress(ValueError):  # it was told to end
+        with contextlib.suppress(ValueError):  # raised if the program was ended
             self._program.stdin.write("\n")
             self._program.stdin.flush()
         found: dict[str, dict[str, int]] = json.loads(self._program.stdout.readline())
@@ -148,7 +148,7 @@ def test_by_taking_over(folder: Path) -> None:
     assert not run_dir.exists()
 
 
-# The checkout is not installed where the service looks for it, and no journal is there.
+# The checkout is not installed at the service's path, and the test has no journal.
 _DROP_IN = f"""
 [Unit]
 StartLimitIntervalSec=0
@@ -172,7 +172,7 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
     started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
     assert "status" not in started, log.read_text() if log.exists() else started
 
-    # As the server's own user, by which its regions are the server's to open.
+    # Run as the server's user, whose shared memory the server may open.
     user = ("setpriv", "--reuid=shmserve", "--regid=shmclients", "--clear-groups")
     path = f"PYTHONPATH={ROOT}"
     there = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)

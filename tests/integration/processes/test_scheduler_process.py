@@ -94,7 +94,7 @@ class Stage:
             capability_key=bytes(KEY_SIZE),
             limits=SchedulingLimits(max_queue_size=4),
         )
-        # Else numpy's threads spin for a moment after they start.
+        # Otherwise numpy's threads would spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         host = repr(encode_start(HostStart("scheduler m", run_dir)))
         self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
@@ -232,7 +232,7 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
 def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
-    stage.statistics()  # answered behind both of them
+    stage.statistics()  # the reply shows that both requests were received
     assert stage.end() == 0
     answers = stage.all(stage.client)
     assert {answer.id for answer in answers} == {executing, queued}
@@ -241,7 +241,7 @@ def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
 
 def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
     began = time.monotonic()
-    number = stage.submit(timeout_ns=1_000_000_000)  # it is dispatched within that
+    number = stage.submit(timeout_ns=1_000_000_000)  # long enough for the request to be dispatched
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
     took = time.monotonic() - began
@@ -259,8 +259,8 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
     for _ in range(300):
         stage.submit()
         batch = stage.next(stage.worker)
-        # A start that cannot be true is taken for the moment of the dispatch: what is then counted
-        # as time in the queue is the scheduler's own doing alone.
+        # An impossible start time is replaced by the time of dispatch. The counted queue time is
+        # then that of the scheduler alone.
         replies = [m.Reply(batch.requests[0].key, "", "", *DONE)]
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)

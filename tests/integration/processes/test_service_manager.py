@@ -62,7 +62,7 @@ def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Pa
         manager.receive("WATCHDOG=1")
         for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
             victim = server.find_one(title)
-            victim.suspend()  # it is killed, and another one started, before long
+            victim.suspend()  # the supervisor soon kills and replaces the suspended process
             server.wait_log(
                 f"these processes do not respond: {title.replace('http ', '')} (pid {victim.pid})"
             )
@@ -90,9 +90,10 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
         def status(token: str) -> int:
             return old.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
 
-        with server.http() as old:  # a connection that lasts
+        with server.http() as old:  # a keep-alive connection
             assert status("another-of-tokens") == 401
-            # What was found of a head that comes again is kept, but no longer than its token.
+            # The result for a repeated request head is cached, but no longer than its token is
+            # valid.
             assert [status("the-first-of-tokens") for _ in range(4)] == [200] * 4
             tokens.write_text("another-of-tokens\n")
             file.write_text(f"auth-token-file: {tokens}\nid: two\nlog-verbose: 1\n")
@@ -107,7 +108,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
                 ask = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
                 good = (("authorization", "Bearer another-of-tokens"),)
                 assert is_right(ask(simple_request(), timeout=20, metadata=good))
-            # Another gateway has them, too.
+            # A replacement gateway has the new tokens, too.
             server.find_one("gateway http 0").kill()
             until("a gateway", lambda: server.answers("/v2/health/ready"), 20)
         with server.http() as old:
@@ -140,7 +141,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
         for _ in range(2):
             server = start(given, "http:grpc:http", repository, short_folder)
             try:
-                early.get("/v2/health/live").ok()  # it came before there was a server
+                early.get("/v2/health/live").ok()  # the client connected before the server started
                 until("it is ready", lambda: ready(port), 60)
                 with contextlib.closing(UnixHttp(short_folder / "http")) as local:
                     local.get("/v2/health/ready").ok()

@@ -16,9 +16,9 @@ from tests.support.servers import ROOT, title_of
 from tests.support.waiting import until
 
 COMMAND = (sys.executable, "-m", "shmserve", "systemd")
-CLIENT = 4242  # nobody's number
+CLIENT = 4242  # a uid that belongs to no user
 TOKEN = "0123456789abcdef"
-# The checkout is not installed where the service looks for it.
+# The checkout is not installed at the service's path.
 DROP_IN = f"""
 [Service]
 WatchdogSec=3
@@ -104,7 +104,7 @@ def hung(pid: int) -> Iterator[None]:
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise
-    finally:  # its namespace ends only once its tracer has reaped it
+    finally:  # the namespace ends only after its tracer has reaped it
         while not os.WIFSIGNALED(os.waitpid(pid, _WALL)[1]):
             pass
 
@@ -129,7 +129,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
     assert "model simple: loading\nmodel simple: ready" in log(systemd, "SHMSERVE_MODEL=simple")
     assert "HTTP service at" not in log(systemd, "SHMSERVE_MODEL=simple")
     found = processes(systemd).items()
-    # (Where nobody may say -200, as in some containers, it is 0 that all begin with.)
+    # In containers that do not permit -200, the scores are relative to 0.
     files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in found}
     score = {title: int(file.read_text()) for title, file in files.items()}
     own = score["supervisor"]
@@ -137,7 +137,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
     assert (score["gateway http 0"], score["scheduler simple"]) == (own + 100, own + 100)
     assert score["worker simple.0 cpu"] == own + 500
 
-    # Who is in the group is served, with memory of its own; who is not finds every door closed.
+    # Members of the group are served and have their own shared memory. Other users cannot connect.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
     ask = (sys.executable, "-c", ASK)
     assert systemd.run(*ask, user=CLIENT, groups=group) == "32\n64"
@@ -145,7 +145,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
     assert status_of(systemd, groups=group) == "200"
     assert status_of(systemd, groups="") == "000"
 
-    # It starts again, as it is told to or by itself.
+    # The service restarts on request, and after a failure.
     systemd.run("kill", "-9", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 1)
     assert systemd.run(*ask, user=CLIENT, groups=group) == "32\n64"
@@ -179,7 +179,7 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
     assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
     assert "log_verbose_level=1" in log(systemd, "SHMSERVE_INSTANCE=simple.0")
 
-    # The time that it was given for the reload is over with its next sign of life.
+    # The extended timeout of the reload ends with the next watchdog message.
     sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
     with hung(processes(systemd)["gateway http 0"]):

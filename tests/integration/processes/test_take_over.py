@@ -110,7 +110,7 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
         with pytest.raises(InvalidArgument, match=said):
             as_user(ALICE, lambda: Offer.of(run_dir))
         for path in (run_dir, run_dir / "handover"):
-            path.chmod(0o777)  # as nobody would: each of the two looks for itself
+            path.chmod(0o777)  # insecure permissions: the old and the new server both check them
         with pytest.raises(InvalidArgument, match=said):
             as_user(ALICE, lambda: Offer.of(run_dir))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:

@@ -105,13 +105,14 @@ def by_native(server: Server) -> Any:
 
 @pytest.mark.parametrize("ask", [by_http, by_grpc, by_native])
 def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> None:
-    for _ in range(3):  # templates of earlier responses are not taken for it
+    for _ in range(3):  # cached responses of earlier requests are not returned
         told = ask(server)
         assert told["batch_size"] == 1
         assert told["batch_closed"] == "idle"
         parts = [told[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
         assert min(parts) >= 0
-        assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]  # each is rounded
+        # Each phase is rounded to whole microseconds.
+        assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]
 
 
 def test_who_does_not_ask_is_not_told(http: Http) -> None:
@@ -224,7 +225,7 @@ def test_errors_say_whose_trace_it_is(server: Server) -> None:
             assert refused.status >= 400
             assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
             assert "traceparent" not in http.infer(model, wrong, {"traceparent": "x"}).headers
-        untraced = http.infer("boom", X)  # each is measured, for the log
+        untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
     with stub(server) as call:
@@ -450,7 +451,7 @@ def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
     assert root["request_id"] == "me"
     assert root["model_version"] == 1
     first, second = traces["one", True], traces["two", True]
-    # Of the two calls of "one" either may be the last that was read.
+    # Either of the two calls of "one" may have been read last.
     assert second[0]["parent_id"] == root["id"]
     assert list(at.values()) == sorted(at.values())
     assert list(at) == [

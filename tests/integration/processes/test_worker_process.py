@@ -185,7 +185,7 @@ def zygote() -> None:
 
 @pytest.fixture
 def worker(zygote: None, tmp_path: Path) -> Iterator[Worker]:
-    # A socket's path must be short.
+    # The path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir:
         made = Worker(tmp_path, Path(run_dir))
         try:
@@ -246,13 +246,13 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
     size = 12 << 20 >> 2
     mappings = Mappings()
     peer, router = b"0.%d" % worker.pid, worker.schedulers["w1"]
-    # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
+    # Two outputs of 48 MiB do not fit into 64 MiB: each must be released before the next.
     for give_back in (
         lambda memory_range: router.post(
             peer, ReleaseOutputs(os.getpid(), [memory_range.offset], memory_range.memory.id)
         ),
         lambda memory_range: router.post(peer, ReaderExited(os.getpid())),
-        # What one had that had this pid before is not what it has.
+        # A release for a predecessor with the same pid has no effect.
         lambda memory_range: router.post(
             peer, ReleaseOutputs(os.getpid(), [memory_range.offset], 1)
         ),
@@ -311,7 +311,7 @@ def test_a_scheduler_that_it_is_told_of_again_has_its_batches(worker: Worker) ->
     """Loaded while its scheduler was replaced, it was offered to the successor before."""
     worker.start()
     worker.load()
-    os.kill(worker.pid, signal.SIGSTOP)  # both are there at once
+    os.kill(worker.pid, signal.SIGSTOP)  # the worker receives both messages at once
     worker.send(m.Attach(f"ipc://{worker.run_dir}/w1"))
     worker.execute(5)
     os.kill(worker.pid, signal.SIGCONT)
@@ -329,7 +329,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
     until("it runs", lambda: (worker.version_dir / "log").exists())
     worker.schedulers["w1"].close()
     worker.send(m.Attach(worker.scheduler("w2")))
-    gate.write_text("")  # only now the batch may end
+    gate.write_text("")  # the batch ends only now
     worker.expect_offer("w2")
     worker.execute(5, name="w2")
     assert value(worker.answer(worker.finished("w2")[0])) == 10

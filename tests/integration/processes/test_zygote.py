@@ -19,7 +19,7 @@ from shmserve.supervisor.processes import zygote
 from shmserve.supervisor.processes.children import Zygote
 from tests.support.servers import ROOT, run_python
 
-# In a process of its own: the process table adopts orphans, and kills what it does not know.
+# Runs in its own process, because a process table adopts orphans and kills unknown processes.
 _CROWD = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
@@ -60,7 +60,8 @@ async def main():
 asyncio.run(main())
 """
 
-# Its parent hears of its end before it hears of its start, as when both come at once.
+# The parent is notified of the child's exit before its start, as when both messages arrive
+# together.
 _SHORT_LIVED = """
 import asyncio, os
 from shmserve.supervisor.processes.children import ProcessTable
@@ -80,7 +81,7 @@ async def main():
 asyncio.run(main())
 """
 
-# The kernel gives pids in order, and may so again: here those that it gives next.
+# The kernel assigns pids in increasing order and may reuse them: here it reuses the next ones.
 _RECYCLED = """
 import asyncio, os, sys
 from pathlib import Path
@@ -110,8 +111,8 @@ async def main():
 asyncio.run(main())
 """
 
-# Its zygote is killed again and again, then the spare, then both; the last line is how often what
-# it preloads was imported.
+# The active zygote is killed repeatedly, then the spare, then both. The last line of output is the
+# number of imports of the preloaded module.
 _KILLED = """
 import asyncio, os, sys
 from pathlib import Path
@@ -158,7 +159,7 @@ async def main():
 
 asyncio.run(main())
 """
-# Deeper than one zygote's stack, and not as deep as those of many in one.
+# Recursion deeper than one zygote's stack, but not as deep as those of many nested zygotes.
 _PRELOADED = """
 import sys
 from pathlib import Path
@@ -167,7 +168,7 @@ with Path(__file__).with_name("imported").open("a") as file:
 sys.setrecursionlimit(80)
 """
 
-# A terminal is closed just when a process is being forked: it has another parent for a moment.
+# The terminal is closed while a process is being forked, when it briefly has another parent.
 _HUNG_UP = """
 import os, signal, sys
 from shmserve.supervisor.processes import zygote

@@ -24,8 +24,9 @@ class SimulatedPeer:
     ensemble: ObservedVersion | None = None
     known: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
     latest: dict[str, ModelPublished] = field(default_factory=dict)
-    known_endpoints: set[str] = field(default_factory=set)  # the endpoints of all that it ever knew
-    came: int = 0  # when so much had been said
+    # Endpoints of all scheduler processes so far.
+    known_endpoints: set[str] = field(default_factory=set)
+    came: int = 0  # the value of `said` when the peer connected
     busy_until_ns: int = 0
 
     def hears(self, news: News) -> bool:
@@ -59,7 +60,8 @@ class SimulatedAudience:
         self._peers: dict[Hashable, SimulatedPeer] = {}
         self.last: dict[tuple[str, str], News] = {}
         self.by_endpoint: dict[str, ObservedVersion] = {}
-        self.first: dict[ObservedVersion, int] = {}  # when it was published: as `said` was
+        # The value of `said` at the first publication of each version.
+        self.first: dict[ObservedVersion, int] = {}
         self.said = 0
 
     @property
@@ -70,7 +72,7 @@ class SimulatedAudience:
     def ensembles(self) -> list[SimulatedPeer]:
         return [peer for peer in self._peers.values() if peer.ensemble is not None]
 
-    # --- as SupervisorContext
+    # --- the interface of SupervisorContext
 
     def announce(self, news: News) -> int:
         """It is sent to all whom it concerns, and acknowledged later."""
@@ -114,7 +116,7 @@ class SimulatedAudience:
             if peer.ensemble is None:
                 self._send(key, peer, news)
 
-    # --- who comes and goes
+    # --- peers that connect and disconnect
 
     def enter_gateway(self) -> None:
         """It hears all of what the others were sent before anything else."""

@@ -137,7 +137,7 @@ class SimulatedExecutor(LifecycleExecutor):
         self.actions += 1
         self.world.note(*words)
 
-    # --- as LifecycleExecutor
+    # --- the interface of LifecycleExecutor
 
     def read(self, order: Order) -> None:
         self._does("read", self.oracles.title(order))

@@ -34,11 +34,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 self._over = True
                 for task in asyncio.all_tasks(self):
                     task.cancel()
-                self._world.run(self._world.now_ns)  # they end
+                self._world.run(self._world.now_ns)  # lets the cancelled tasks end
                 _set_running_loop(None)
                 self.close()
 
-    # --- as asyncio has it
+    # --- the interface of asyncio event loops
 
     def time(self) -> float:
         return self._world.now_ns / SECOND

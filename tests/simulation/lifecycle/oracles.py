@@ -29,7 +29,7 @@ from tests.simulation.world import Violation
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.executor import SimulatedExecutor
 
-_MOST_LOOKS = 1000  # of one moment
+_MOST_LOOKS = 1000  # maximum number of checks at one moment
 
 
 class RecordedLifecycle(Lifecycle):
@@ -77,7 +77,7 @@ class LifecycleOracles:
         self._problems: list[str] = []
         self._looks = 0
         self._took_over: set[ObservedVersion] = set()
-        self._last: dict[str, Order] = {}  # that succeeded
+        self._last: dict[str, Order] = {}  # the last order of each model that succeeded
         self._served: dict[str, dict[str, tuple[ObservedVersion, VersionSpec]]] = {}
         self._loaded_of: dict[str, tuple[str, str]] = {}
 
@@ -318,7 +318,8 @@ class LifecycleOracles:
             news = self._executor.audience.last.get((model.name, number))
             if isinstance(news, ModelPublished):
                 could = self._could_serve(self._executor.audience.by_endpoint[news.endpoint])
-                if news.ready is not could and not moves:  # what moves is looked at after that
+                # A version in transition is checked after the transition.
+                if news.ready is not could and not moves:
                     self.broke(f"12: {model.name} {number} is published as ready: {news.ready}")
 
     # --- processes
@@ -334,11 +335,11 @@ class LifecycleOracles:
         )
         for child in self._executor.processes.workers:
             if child.version not in self._executor.alive:
-                continue  # it had not started when that ended, and ends as soon as it has
+                continue  # the worker started after its version had ended, and exits next
             if memory_ranges[child] != 1 and child.entered and not child.to_end:
                 self.broke(f"7: {child} is in {memory_ranges[child]} places")
 
-    # --- the end
+    # --- shutdown
 
     def check_quiet(self) -> None:
         executor = self._executor

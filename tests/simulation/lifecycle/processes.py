@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.lifecycle.executor import SimulatedExecutor
     from tests.simulation.lifecycle.versions import ObservedVersion
 
-# The kernel gives no process a higher number: none that there is can be meant.
+# The kernel assigns no pid above this number, so simulated pids match no real process.
 _HIGHEST_PID = 1 << 22
 _FATES = ("loads",) * 16 + ("broken", "passing", "hangs", "dies")
 _BROKEN = m.LoadFailed(InvalidArgument.code, "it is broken")
@@ -41,8 +41,8 @@ class SimulatedChild(Child):
         pid = _HIGHEST_PID + world.new_pid()
         super().__init__(pid, title, processes.executor.loop.create_future())
         self.version, self.fate = version, fate
-        self.offered_at = ""  # which scheduler
-        self.memory_range: Instance | None = None  # that it was started for
+        self.offered_at = ""  # the endpoint of the scheduler to which the worker was offered
+        self.memory_range: Instance | None = None  # the instance that the worker was started for
         self.to_end = self.entered = False
         self.busy_until_ns = 0
         self.expected: dict[tuple[int, int], int] = {}
@@ -80,7 +80,7 @@ class SimulatedProcesses:
     def hosts(self) -> list[SimulatedChild]:
         return [child for child in self.alive.values() if child.version is None]
 
-    # --- as a zygote
+    # --- the interface of a zygote
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """It says that it is there, now and then too late."""
@@ -107,7 +107,7 @@ class SimulatedProcesses:
 
     @staticmethod
     def _entered(child: SimulatedChild) -> None:
-        child.entered = True  # whoever asked for it has it by now
+        child.entered = True  # the process that asked for the child has received it by now
 
     async def _pause(self) -> None:
         future = self.executor.loop.create_future()
@@ -124,7 +124,7 @@ class SimulatedProcesses:
             self.withdraw(address)
         child.exited.set_result(reason)
 
-    # --- as the control socket
+    # --- the interface of the control socket
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         """What it says goes to `handler`, what it has said already, too."""
@@ -196,7 +196,7 @@ class SimulatedProcesses:
                 child.offered_at = endpoint
             case m.LoadInstance():
                 child.offered_at = message.endpoint
-                if self.world.chance(0.2):  # longer than it takes to start a scheduler
+                if self.world.chance(0.2):  # a delay longer than the start of a scheduler
                     late = self.world.between(300 * MS, 2 * SECOND)
                 if child.fate in ("loads", "dies"):
                     self.world.after(late, self._say, child.pid, m.InstanceLoaded(0.0))
@@ -240,7 +240,7 @@ class SimulatedProcesses:
                 retired = m.InstanceRetired(child.expected.get((address.number, index), 0))
                 self.world.after(late, self._say, address, retired)
 
-    # --- what happens
+    # --- events
 
     def worker_dies(self) -> None:
         if self.workers:

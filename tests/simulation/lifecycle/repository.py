@@ -20,7 +20,7 @@ _OVERRIDES = Path("/overrides")
 _NOBODY = Path("/models")
 LEAVES = ("a", "b", "c")
 ENSEMBLES = ("x", "y", "z")
-_FOLLOWS = "c"  # the load: its instances have bounds
+_FOLLOWS = "c"  # the instances of this model are autoscaled
 MOST_INSTANCES = 4
 
 
@@ -44,7 +44,7 @@ class DrawnRepository:
         self.counts = dict.fromkeys(self.steps, 2)
         self.absent: set[str] = set()
         self.ambiguous: set[str] = set()
-        self.broken: set[str] = set()  # their configuration
+        self.broken: set[str] = set()  # models whose configuration is invalid
         self.folders: dict[Path, int] = {}
 
     def draw_steps(self, name: str) -> list[str]:

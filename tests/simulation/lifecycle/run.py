@@ -46,7 +46,7 @@ class LifecycleRun:
         self._draw(self._death, self._random.randint(0, 20))
         self._draw(self._gateway, self._random.randint(0, 8))
         self._draw(self.executor.resize, self._random.randint(0, 20))
-        for _ in range(self._random.randint(0, 4)):  # of what has lived long
+        for _ in range(self._random.randint(0, 4)):  # late deaths: the processes have run for long
             world.after(world.between(*_LATE_NS), self._death)
         world.run(world.now_ns + _DRAWN_NS, self._checked)
         world.run(world.now_ns + _QUIET_NS, self._checked)

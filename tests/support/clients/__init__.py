@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 PROTOS = ROOT / "shmserve" / "proto"
 FOLDER = Path(sys.prefix) / "clients"
 _NODE_MODULES = FOLDER / "node_modules"
-# Where Debian has the sources of Go's packages, which are compiled with a program.
+# Debian's folder for the sources of Go packages, which are compiled together with a program.
 _GO = {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOFLAGS": ""}
 _TIMEOUT_S = 120.0
 

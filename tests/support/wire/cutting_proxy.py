@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-_SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # bytes of a piece
+_SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # sizes of the forwarded pieces in bytes
 
 
 class CuttingProxy:
@@ -37,7 +37,7 @@ class CuttingProxy:
         for sock in (self._listener, *self._open):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()  # nobody comes any more
+        self._threads[0].join()  # no further connection is accepted
         for thread in self._threads[1:]:
             thread.join()
         for sock in (self._listener, *self._open):

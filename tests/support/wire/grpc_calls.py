@@ -21,7 +21,8 @@ def stub(server: Server, url: str = "") -> Iterator[Any]:
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(url or server.grpc_url, options) as channel:
         made = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        made.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True)  # now it connects
+        # Connects the channel.
+        made.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True)
         yield made
 
 

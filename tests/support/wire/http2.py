@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 SERVICE = "/inference.GRPCInferenceService/"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-# Types of frames, and what some of their flags say.
+# Numbers of the frame types, and of some flags.
 DATA, HEADERS, PRIORITY, RESET, SETTINGS = range(5)
 PING, GO_AWAY, WINDOW, CONTINUATION = range(6, 10)
 END_STREAM, END_HEADERS, ACK = 1, 4, 1

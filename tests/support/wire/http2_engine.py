@@ -33,7 +33,7 @@ from tests.support.wire.http2 import (
     post,
 )
 
-_LATER = 1001  # a stream that no case uses
+_LATER = 1001  # the number of a stream that no test case uses
 _SIGN = b"stillon?"
 
 

@@ -29,7 +29,7 @@ _NUMPY = {
     "FP64": np.dtype(np.float64),
 }
 _OURS = re.compile(
-    # A model's own file may be named to who loads it.
+    # A client that loads a model may see the name of the model's own file.
     rb"Traceback|memfd|/dev/shm|/proc/|/run/|/tmp/|ipc://|site-packages|(?<!\bmodel)\.py\b"
     rb"| object at 0x|\bpid "
 )

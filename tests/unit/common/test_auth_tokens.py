@@ -60,7 +60,8 @@ def test_whoever_asks_models_may_read_their_inputs(
     rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
     refused = rules.authorise(SIGNATURE, {**bearer(SOME), "key": "secret"})
     assert (refused.status if refused else 0) == status
-    assert rules.authorise(SIGNATURE, bearer(SOME)) is not None  # restricted as the metadata API
+    # The scope "metadata of models" is restricted like the metadata API.
+    assert rules.authorise(SIGNATURE, bearer(SOME)) is not None
     if scopes == "inference":
         assert rules.authorise("metadata", {**bearer(SOME), "key": "secret"}) is not None
 

@@ -29,7 +29,8 @@ class Members:
         return f"Members({self.pairs})"
 
 
-# Names of requests, names that differ only in how they are spelled, and what looks like structure.
+# Names in requests, names that differ only in their escapes, and texts that resemble JSON's
+# structure.
 names = st.sampled_from(["inputs", "outputs", "parameters", "data", "id", ":", '":', '\\":{"a"'])
 words = st.text(st.sampled_from('":\\{}[], aä\u20ac\U0001f600'), max_size=6)
 scalars = st.none() | st.booleans() | st.integers(-5, 5) | words
@@ -114,7 +115,7 @@ def test_every_place_of_a_request_is_looked_at(
     kept = held.pairs
     where = data.draw(st.integers(0, len(kept)))
     held.pairs = [*kept[:where], (name, value), *kept[where:]]
-    # The root is a new object each time: what it holds is not.
+    # The root object is new each time, but it contains the same members.
     root = held if at == 0 else Members(request)
     try:
         raw = spelled(root, data).encode()

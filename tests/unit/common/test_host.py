@@ -31,7 +31,7 @@ def test_the_memory_that_the_nearest_limit_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     grouped(monkeypatch, tmp_path, "0::/slice/server")
-    assert host.available_memory() == 3 * GIB  # the host's
+    assert host.available_memory() == 3 * GIB  # the memory of the host
     server, above = tmp_path / "slice" / "server", tmp_path / "slice"
     write(server, memory_max="max\n", memory_current=f"{GIB}\n", memory_stat="inactive_file 7\n")
     assert host.available_memory() == 3 * GIB

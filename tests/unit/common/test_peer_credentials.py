@@ -108,7 +108,7 @@ def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
         address = ours.getpeername()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        theirs.close()  # at once: the kernel forgets it
+        theirs.close()  # a linger time of 0 makes the kernel remove the connection at once
         assert loopback_peer(ours.getsockname(), address) is None
 
 

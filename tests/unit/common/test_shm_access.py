@@ -138,7 +138,8 @@ def test_the_server_pays_until_the_object_is_gone() -> None:
         quota.charge("/other", (0, 1), 40)
         quota.release(1001, 80, file)
         with pytest.raises(InvalidArgument):
-            quota.charge("/more", (0, 2), 100)  # /other is gone; this one is there
+            # The charge for /other was released, that for /more would exceed the quota.
+            quota.charge("/more", (0, 2), 100)
         quota.charge("/more", (0, 2), 40)
     quota.charge("/last", (0, 3), 100)
 

@@ -63,7 +63,7 @@ def test_a_full_arena_is_an_error_and_recovers() -> None:
     with pytest.raises(Unavailable, match="is full"):
         arena.allocate(1)
     with pytest.raises(InvalidArgument, match=r"65537 bytes .* --arena-byte-size allows 65536$"):
-        arena.allocate((1 << 16) + 1)  # at no time
+        arena.allocate((1 << 16) + 1)  # larger than the arena, so that it can never be allocated
     arena.free(memory_range.offset)
     assert arena.allocate(1 << 16).offset == 0
     arena.close()
@@ -108,7 +108,7 @@ def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.EFBIG, "File too large")
 
     monkeypatch.setattr(os, "ftruncate", too_large)
-    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    gc.collect()  # close the descriptors of earlier tests now, not in the middle of this test
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Unavailable, match=r"no server memory .*\(65536 bytes\): File too large"):
         Arena(65536)

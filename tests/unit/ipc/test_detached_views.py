@@ -10,7 +10,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from tests.rigs.worker_rig import Region
 
-SIZE = 5 * 4096 + 100  # its last page is not whole
+SIZE = 5 * 4096 + 100  # the last page is only partly used
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_views_keep_what_they_show(region: Region, offset: int, size: int) -> No
     mappings.detach([memory_range])
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert set(kept) == set(part) == {1}
-    kept[:] = 3  # which no one else sees
+    kept[:] = 3  # a private copy: no other process sees the change
     assert set(region.read(0, SIZE)) == {2} and set(mappings.view(memory_range)) == {2}
     assert len(mappings) == 1
     mappings.drop_all()
@@ -50,7 +50,7 @@ def test_several_views_of_one_memory(region: Region) -> None:
     mappings.detach(memory_ranges)
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert all(set(view) == {1} for view in views)
-    assert set(other) == {2}  # on a page of its own
+    assert set(other) == {2}  # on a page that is not detached
     mappings.drop_all()
 
 

@@ -80,7 +80,7 @@ def test_full_memory_is_an_error(memory: LentMemory) -> None:
 def test_a_token_collected_before_its_release_is_reported() -> None:
     readers: Readers[int] = Readers()
     readers.lend(READER, 0, Holding(lambda: None))
-    readers._blocks.clear()  # the test's own doing
+    readers._blocks.clear()  # discard the block without a release
     assert tokens.LOST == []
     source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
     there: dict[str, object] = {}

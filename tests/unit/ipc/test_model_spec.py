@@ -41,16 +41,16 @@ def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
                     yield from _unknown(record, found)
 
 
-# Records that stand for two messages each, one of which lacks these.
+# Records that represent two protobuf messages each, and the fields that only one of the two has.
 _OF_ONE = {
-    "TensorSpec": ("optional", "allow_ragged_batch"),  # of an input
-    "BatchTensor": ("data_type",),  # of a batch_input
+    "TensorSpec": ("optional", "allow_ragged_batch"),  # only inputs have these fields
+    "BatchTensor": ("data_type",),  # only batch_input has this field
     "DynamicBatching": (
         "priority_levels",
         "default_priority_level",
         "default_queue_policy",
         "priority_queue_policy",
-        "max_candidate_sequences",  # of the oldest strategy
+        "max_candidate_sequences",  # only the strategy "oldest" has this field
     ),
     "ModelSpec": ("source",),
 }

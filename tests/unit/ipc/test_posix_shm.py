@@ -78,7 +78,7 @@ def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
 
 
 def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
-    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    gc.collect()  # close the descriptors of earlier tests now, not in the middle of this test
     before = len(os.listdir("/proc/self/fd"))
     link = f"/dev/shm{KEY}-link"
     fifo = f"/dev/shm{KEY}-fifo"

@@ -6,7 +6,7 @@ from tests.support.servers import run_python
 
 _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 
-# Halves of frames come over several connections at a time, and each has small things beside it.
+# Halves of frames arrive on several connections at a time, each beside small allocations.
 _FRAMES = """
 from pathlib import Path
 from shmserve.ipc.processes import keep_no_large_memory

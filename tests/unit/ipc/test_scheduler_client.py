@@ -139,7 +139,7 @@ def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
         request = Request(client)
         assert client
         client.receive(message)
-        client.receive(message)  # a second one is of no request
+        client.receive(message)  # a duplicate belongs to no request
         assert (request.heard, request.freed, bool(client)) == ([message], 1, False)
 
 
@@ -156,9 +156,9 @@ def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -
     request = Request(client)
     client.receive(failed(early=True))
     assert len(request.heard) == 1 and client and request.freed == 0
-    client.receive(lent())  # nobody reads what its worker goes on to say
+    client.receive(lent())  # a later response of the worker is discarded
     assert client.links.of(m.Release) == [(OLD, m.Release(4321, [4096], 1))]
-    client.receive(m.Settled(1), NEW)  # of another scheduler
+    client.receive(m.Settled(1), NEW)  # a message from another scheduler is ignored
     assert request.freed == 0
     client.receive(m.Settled(1))
     client.receive(m.Settled(1))
@@ -196,7 +196,8 @@ def test_a_refused_request_is_resubmitted_to_the_current_scheduler(client: Clien
     client.receive(failed(code="UNAVAILABLE"))
     assert (request.heard, request.freed, request.endpoint) == ([], 0, NEW)
     assert client.links.of(m.Submit) == [(OLD, request.submit), (NEW, request.submit)]
-    client.receive(failed(code="UNAVAILABLE"), NEW)  # there as well, and nobody else serves it
+    # The successor fails, too, and there is no further scheduler.
+    client.receive(failed(code="UNAVAILABLE"), NEW)
     assert (len(request.heard), request.freed) == (1, 1)
 
 
@@ -310,7 +311,7 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
     client.serving = NEW
     client.lose(OLD, "")
     assert request.endpoint == NEW and client.links.of(m.Submit)[-1] == (NEW, request.submit)
-    client.serving = OLD  # which nobody has heard is lost
+    client.serving = OLD  # the exit of the new scheduler is not known yet
     client.lose(NEW, "")
     assert failure(request).message.endswith(ENDED)
 
@@ -420,7 +421,7 @@ def check(client: Client, request: Request) -> None:
         if not isinstance(message, m.Responded) or message.final
     ]
     assert len(last) <= 1 and request.freed <= 1
-    assert request.heard[-1:] == last or not last  # nothing follows the last
+    assert request.heard[-1:] == last or not last  # the final response is the last message
     if number in client.pending:
         assert not last and not request.freed and number not in client.settling
         assert request.endpoint not in client.successors

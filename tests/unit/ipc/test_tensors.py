@@ -117,7 +117,7 @@ def test_a_request_that_fits() -> None:
             [],
             "byte size overflow for input 'A': element count (4611686018427387904) *",
         ),
-        # No array can have such a shape, though it would be empty.
+        # The tensor would be empty, but no array can have this shape.
         (
             [TensorRef("A", "FP32", (0, 2**60, 2), b""), TensorRef("B", "BYTES", (0, 1), b"")],
             [],

@@ -39,7 +39,7 @@ COMPLETED = {
 }
 
 
-# --- filling in --------------------------------------------------------------------------------
+# --- completion --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_servers_defaults_fill_only_what_a_model_leaves_open() -> None:
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 
 
-# --- what a model says of itself ---------------------------------------------------------------
+# --- models that declare their configuration ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
     assert process_time() - began < 4 * reading
 
 
-# --- what is not done --------------------------------------------------------------------------
+# --- unsupported completions -------------------------------------------------------------------
 
 
 def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:

@@ -50,7 +50,7 @@ def refusal(text: str) -> list[str]:
     return caught.value.message.splitlines()
 
 
-# --- as Triton ---------------------------------------------------------------------------------
+# --- comparison with Triton --------------------------------------------------------------------
 
 
 def with_numbers(value: Any) -> Any:
@@ -76,14 +76,16 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
     config = normalise(config, name, 0)
     validate(config, gpu_count=0, complete=False)
     if name in ("auto", "partial"):
-        most = 8 if name == "partial" else 4  # what the model asked for when it was recorded
+        # The size that the model had set when the answer was recorded.
+        most = 8 if name == "partial" else 4
         completed = {**COMPLETED, "max_batch_size": most}
         config = normalise(merge_autocomplete(config, completed), name, 0)
     validate(config, gpu_count=0, complete=True)
     if "config" not in recorded:
         return
     expected = with_numbers(recorded["config"])
-    if name == "ensemble":  # newer and not yet served, respectively
+    # One field is newer than the recorded server, the other is not supported.
+    if name == "ensemble":
         expected["ensemble_scheduling"]["max_inflight_requests"] = 0
         del expected["model_transaction_policy"]
     assert to_dict(config) == expected
@@ -92,7 +94,7 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
 
 
 def test_the_schema_is_tritons() -> None:
-    theirs = load(DATA / "triton_model_config.binpb")  # from tritonclient
+    theirs = load(DATA / "triton_model_config.binpb")  # the descriptor in the tritonclient package
 
     def shape(message: Any) -> Any:
         fields = {
@@ -336,7 +338,8 @@ def as_numbers(value: Any) -> Any:
 
 @given(configs)
 def test_prints_what_protobuf_prints(config: ModelConfig) -> None:
-    config.max_batch_size = config.max_batch_size  # print it, presence or not
+    # Sets the presence bit, so that the field is printed.
+    config.max_batch_size = config.max_batch_size
     if config.HasField("dynamic_batching"):
         delay = config.dynamic_batching.max_queue_delay_microseconds
         config.dynamic_batching.max_queue_delay_microseconds = delay
@@ -434,7 +437,7 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
     assert math.isnan(again[2])
 
 
-# --- whatever the configuration ----------------------------------------------------------------
+# --- robustness against any configuration ------------------------------------------------------
 
 
 @given(configs, st.integers(0, 2))

@@ -50,7 +50,7 @@ def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
             assert rest[0] not in " \t,:]}#"
 
 
-# --- places ------------------------------------------------------------------------------------
+# --- positions in the text ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
@@ -100,7 +100,7 @@ def test_whatever_is_wrong_the_place_is_in_the_text(
             found = re.match(r"f:((\d+:\d+): |(?! \d))", line)
             assert found, line
             if found[2]:
-                pointed(text + ".", found[2])  # also what is missing at the very end
+                pointed(text + ".", found[2])  # also for a position at the very end of the text
 
 
 @pytest.mark.parametrize(
@@ -162,23 +162,23 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
     assert shown(key) == expected
 
 
-# --- what follows from what could not be read ---------------------------------------------------
+# --- errors that follow from unreadable fields --------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "unread", "more"),
     [
-        # Unreadable is not the same as missing.
+        # An unreadable field is not reported as missing.
         ("input { name: 'a' data_type: TYPE_Q dims: 1 }", ["input[0].data_type"], []),
         ("input { name: 'a' data_type: TYPE_FP32 dims: x }", ["input[0].dims[0]"], []),
         ("input { name: 3 data_type: TYPE_FP32 dims: 1 }", ["input[0].name"], []),
         ("input: 5", ["input[0]"], []),
         ("input { name: 'a' data_type: TYPE_FP32 dims [1] }", ["input[0].dims"], []),
-        # Nor is misspelt.
+        # A misspelt field is not reported as missing.
         ("input { name: 'a' data_typ: TYPE_FP32 dims: 1 }", ["input[0].data_typ"], []),
         ("input { nam: 'a' data_type: TYPE_FP32 dims: 1 }", ["input[0].nam"], []),
         ("max_batchsize: 8 dynamic_batching { preferred_batch_size: 4 }", ["max_batchsize"], []),
-        # What was read is checked all the same.
+        # The readable fields are still checked.
         (
             "input { name: 'a' data_type: TYPE_Q dims: [x, 1, 0] format: FORMAT_NCHW }",
             ["input[0].data_type", "input[0].dims[0]"],
@@ -191,7 +191,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
         ),
         ("max_batch_size: x dynamic_batching { preferred_batch_size: [4, 0] }", ["max_batch_size"],
          ["dynamic_batching.preferred_batch_size[1]"]),
-        # A rule about two things needs both.
+        # A rule about two fields is checked only if both are readable.
         (
             "input { name: 'a' data_type: TYPE_FP32 dims: [0, 4] reshape { shape: 4 } }",
             [],
@@ -223,7 +223,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
              "dynamic_batching.priority_queue_policy.key"],
             ["dynamic_batching.priority_queue_policy[2]"],
         ),
-        # One of two that exclude each other.
+        # One of two mutually exclusive fields is unreadable.
         (
             "dynamic_batching { preferred_batch_size: 1 } sequence_batching { oldest {} }",
             ["sequence_batching"],

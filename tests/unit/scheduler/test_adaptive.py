@@ -25,7 +25,7 @@ def fixed(delay_ms: float, most: int = 32) -> DynamicBatcher:
     return DynamicBatcher(Batching(most, frozenset({most}), int(delay_ms * MS)))
 
 
-# --- how long batches take ------------------------------------------------------------------------
+# --- estimates of batch durations -----------------------------------------------------------------
 
 
 @given(st.floats(0.1, 100), st.floats(0.0, 10), st.integers(0, 1000))
@@ -91,7 +91,7 @@ def test_whatever_it_sees_its_times_make_sense(seen: list[tuple[int, float]]) ->
     assert all(time.expected_ns(size) >= 0 for size in range(1, 513))
 
 
-# --- when requests come ---------------------------------------------------------------------------
+# --- predictions of arrivals ----------------------------------------------------------------------
 
 
 def test_a_burst_ends_when_every_client_has_sent() -> None:
@@ -122,7 +122,7 @@ def test_a_lone_client_is_no_burst() -> None:
         arrivals.returned(next(clock), 0, 5 * MS)
 
 
-# --- whether it pays ---
+# --- whether waiting improves latency ---
 
 
 @pytest.mark.parametrize("better", [True, False])
@@ -147,7 +147,7 @@ def test_the_better_way_may_change() -> None:
         assert done.count(better) > 400
 
 
-# --- what it decides ------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
 
 def learned(
@@ -188,7 +188,7 @@ def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
     while True:
         now, here = now + MS, here + 1
         queue.append(Item(now))
-        batcher.arrived(now, 3)  # there always seem to be more to come
+        batcher.arrived(now, 3)  # more requests seem to be on their way
         decision = batcher.decide(now, queue, 0)
         if isinstance(decision, Batch):
             break
@@ -226,7 +226,7 @@ def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
     old = [Item(now - 22 * MS) for _ in range(4)]
     new = [Item(now) for _ in range(8)]
     assert batcher.decide(now, old + new, 0) == Batch(9, Closed.TARGET)
-    # Where some would be late in any case, as many run as can: that catches up.
+    # If some requests are late in any case, the batch is as large as possible to catch up.
     older = [Item(now - 60 * MS) for _ in range(4)]
     assert batcher.decide(now, older + new, 0) == Batch(12, Closed.TARGET)
 
@@ -278,7 +278,7 @@ def test_every_decision_is_legal_and_every_wait_ends(
     pytest.fail("it waits for ever")
 
 
-# --- what comes of it -----------------------------------------------------------------------------
+# --- simulated latency and throughput -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])

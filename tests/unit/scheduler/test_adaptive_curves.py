@@ -81,9 +81,10 @@ def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
 @pytest.mark.parametrize(
     ("seen", "again"),
     [
-        # 4 hides that all up to 8 are as fast as 2; larger ones do the most that is known.
+        # The slow size 4 hides that sizes up to 8 are as fast as 2. The largest sizes have the best
+        # known rate.
         ({2: 20, 4: 60, 9: 300, 32: 100}, 4),
-        # No size was seen to be as fast as 5 would have to be.
+        # No observed size is fast enough to make 5 worth a trial.
         ({5: 40, 16: 15, 32: 15}, 32),
     ],
 )

@@ -8,7 +8,7 @@ from shmserve.scheduler.batchers.adaptive import Account, Moment, Sizes, Ways
 from shmserve.scheduler.batchers.estimates import Load
 from tests.rigs.batching_simulation import MS
 
-# A row takes 2.5 ms at best, one comes every 4 ms, and the target is 80 ms: see `step at 8`.
+# A row takes at least 2.5 ms, a row arrives every 4 ms, and the target is 80 ms.
 MOMENT = Moment(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, needed=False)
 
 
@@ -60,7 +60,7 @@ def test_a_trial_costs_exactly_its_own_misses() -> None:
     sizes.returned(8, 20 * MS, 8, 22, 8)
     assert account.credit == before - 17
     assert account.unexplained(9) == 0 and account.unexplained(10) == 2
-    # Of what is late long after it, nothing is.
+    # Misses long after a trial are not charged to it.
     for _ in range(20):
         sizes.returned(8, 20 * MS, 8, 8, 0)
     sizes.returned(8, 20 * MS, 8, 8, 8)
@@ -87,7 +87,7 @@ def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
         other += not ways.on
         ways.returned([MS if ways.on else 2 * MS] * 4, late)
     assert ways.on and ways.pays
-    assert other < 48  # batches, and nothing was earned
+    assert other < 48  # number of batches; no misses were earned
 
 
 def test_the_load_of_each_of_several_instances() -> None:

@@ -42,7 +42,7 @@ def failed(number: int, code: str, message: str, early: bool = False) -> m.Faile
     return m.Failed(number, code, message, 0, early)
 
 
-# --- the plain way --------------------------------------------------------------------------------
+# --- default scheduling ---------------------------------------------------------------------------
 
 
 def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
@@ -279,7 +279,8 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     _, batch = rig.execute()
     rig.pass_time(2_000 * MS)
     rig.finish(peer, batch)
-    # All in one turn: what an idle instance can take at once is no burden to the queue.
+    # All requests of one turn: requests that an idle instance can take at once do not count as
+    # queued.
     *_, number = rig.submit(6, request_id="mine")
     assert len(rig.executes()) == 1
     assert rig.answers()[1:] == [
@@ -730,7 +731,7 @@ def test_a_client_without_a_pid_in_its_name_is_served() -> None:
     assert rig.execute()[1].requests[0].client_pid == 0
 
 
-# --- the end --------------------------------------------------------------------------------------
+# --- shutdown -------------------------------------------------------------------------------------
 
 
 def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:

@@ -185,7 +185,7 @@ def test_credit_is_limited_to_the_responses_sent(absurd: int) -> None:
     assert rig.to_workers() == [m.CreditExecution(key, 1)]
 
 
-# --- who does not wait any more -------------------------------------------------------------------
+# --- clients that no longer wait ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("returned", [True, False])
@@ -364,6 +364,6 @@ def test_one_request_too_many_waits_in_the_queue() -> None:
         rig.returned(peer, batch)
     assert rig.executes() == []
     rig.pass_time(5_000 * MS)
-    assert rig.to_workers() == rig.control.posted == []  # nobody is killed
+    assert rig.to_workers() == rig.control.posted == []  # no worker is killed
     rig.respond(peer, keys[0], final=True)
     rig.execute()

@@ -42,25 +42,25 @@ def test_nothing_to_do_without_requests() -> None:
 @pytest.mark.parametrize(
     ("units", "how", "expected"),
     [
-        # Without a delay, what is there runs.
+        # Without a delay, the queued requests run at once.
         ((1, 1, 1), rules(8), Batch(3, Closed.IDLE)),
         ((8,), rules(8), Batch(1, Closed.FULL)),
         ((4, 4, 1), rules(8), Batch(2, Closed.FULL)),
         ((3, 6), rules(8), Batch(1, Closed.FULL)),
         # A model that does not batch counts as one with a maximum of 1.
         ((1, 1), rules(1), Batch(1, Closed.FULL)),
-        # The largest preferred size that is reached, exactly.
+        # The batch has exactly the largest preferred size that the queue reaches.
         ((1,) * 7, rules(8, (4, 6)), Batch(6, Closed.PREFERRED)),
         ((1,) * 5, rules(8, (4, 6)), Batch(4, Closed.PREFERRED)),
         ((1,), rules(8, (4, 6)), Batch(1, Closed.IDLE)),
-        # Past the largest preferred size without having met one: what is there, at once.
+        # The next request exceeds the largest preferred size: the queued requests run at once.
         ((3, 4), rules(8, (6,), DELAY), Batch(1, Closed.PREFERRED)),
-        # The first request alone is past the largest preferred size.
+        # The first request alone exceeds the largest preferred size.
         ((7,), rules(8, (4,), DELAY), Batch(1, Closed.PREFERRED)),
         ((7, 1), rules(8, (4,), DELAY), Batch(1, Closed.PREFERRED)),
         # A preferred size that is also the maximum is a full batch.
         ((4, 4), rules(8, (4, 8), DELAY), Batch(2, Closed.FULL)),
-        # Cannot grow any more: at once, whatever the delay.
+        # The batch cannot grow, so it runs at once despite the delay.
         ((5, 4), rules(8, (), DELAY), Batch(1, Closed.FULL)),
     ],
 )
@@ -216,7 +216,7 @@ def test_waiting_is_bounded_and_ends_in_a_batch(
     assert (decision is None) == (not queue)
     if isinstance(decision, WaitUntil):
         assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + how.delay_ns
-        # Waiting means that all of it could still run together, and more could come.
+        # The batcher waits only if all queued requests fit into one batch that can still grow.
         assert fits(queue, len(queue), how)
         assert sum(item.units for item in queue) < max(how.preferred)
         at_the_end = decide(decision.ns, queue, how, reserve)

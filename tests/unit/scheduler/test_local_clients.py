@@ -82,6 +82,7 @@ def test_a_trace_goes_on_if_it_is_one() -> None:
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
     trace = TraceContext.new().message
     submit = m.Submit(1, *work, NOW, 0, 0, 0, "mine", trace=trace)
-    assert rules.checked(FIRST, submit, NOW).trace == trace  # whatever else is not believed
+    # The trace context of a client is accepted.
+    assert rules.checked(FIRST, submit, NOW).trace == trace
     with pytest.raises(InvalidArgument, match="trace is malformed"):
         rules.checked(FIRST, m.Submit(1, *work, NOW, 0, 0, 0, trace="00-x"), NOW)

@@ -63,7 +63,7 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
     made.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
     made.ended(PEER, Finished(1, b"", []))
     assert [TraceContext.of(each.trace).trace_id for each in told] == ["1" * 32] * sampled
-    made.begin(PEER, submit(2, TraceContext.new().message))  # it asks for an explanation alone
+    made.begin(PEER, submit(2, TraceContext.new().message))  # requests an explanation, but no trace
     made.ended(PEER, Finished(2, b"", []))
     assert len(told) == 1 + sampled
 
@@ -87,4 +87,4 @@ def test_slow_ones_are_told_at_their_last_response() -> None:
     assert not made.open
     assert [each.error for each in told[2:]] == [
         "the client has disconnected"
-    ]  # the other was quick
+    ]  # the other request was faster than the limit of slow requests

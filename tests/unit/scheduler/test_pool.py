@@ -79,7 +79,7 @@ def test_only_who_was_announced_is_taken() -> None:
     assert not pool.free
     pool.offer(0, b"0.100", 100)
     assert pool.by_peer(b"0.100") is not None
-    # Nor when the one that was taken, or the one that was to come, is gone.
+    # A registration is also ignored after the accepted or the announced process has exited.
     pool.offer(0, b"0.502", 502)
     pool.process_exited(100)
     pool.expect(0, 0)
@@ -243,9 +243,9 @@ def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more(pool: Pool)
     assert retired(pool) == []
     pool.finish(slot, NOW)
     assert not pool.free
-    assert retired(pool) == []  # of a decoupled model, its request is open
+    assert retired(pool) == []  # the open request of a decoupled model prevents the retirement
     slot.requests.clear()
-    assert pool.take_retired(lambda slot: True) == []  # it has sequences
+    assert pool.take_retired(lambda slot: True) == []  # the open sequences prevent the retirement
     assert retired(pool) == [100]
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 

@@ -116,7 +116,8 @@ def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
     assert (stats["success"]["count"], stats["queue"]["count"]) == (2, 2)
     assert {stats[f"compute_{name}"]["count"] for name in ("input", "infer", "output")} == {1}
     assert stats["cache_hit"] == {"count": 1, "ns": 7}
-    assert stats["cache_miss"] == {"count": 1, "ns": 14}  # the lookup, and the insertion
+    # The times of the lookup and of the insertion.
+    assert stats["cache_miss"] == {"count": 1, "ns": 14}
     assert report["shmserve"]["cache"]["entries"] == 1
 
 
@@ -169,8 +170,8 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     peer = rig.start()
     made = placed(arena, b"l" * LARGE)
     run(rig, peer, work(), body(made))
-    arena.view(made)[:] = b"!" * LARGE  # the worker may use it again
-    for _ in range(30):  # 3 MB through an arena of 1 MB
+    arena.view(made)[:] = b"!" * LARGE  # the worker may reuse the memory of its response
+    for _ in range(30):  # 3 MB in total, through an arena of 1 MB
         (output,) = inferred_of(hit(rig, work())).outputs
         assert isinstance(output.data, Range)
         view = Mappings().view(output.data)
@@ -272,7 +273,7 @@ def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFix
         run(rig, peer, work(b"z"), body(b"y" * 1000))
     stats = rig.report()["inference_stats"]
     assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (0, 6)
-    assert caplog.text.count("Failed to insert key") == 3  # the 1st, 2nd and 4th
+    assert caplog.text.count("Failed to insert key") == 3  # the 1st, 2nd and 4th refusal are logged
     hit(rig, work())
 
 
@@ -404,7 +405,7 @@ def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int
     """Rule 3.8.5: bounded by bytes, the least recently used evicted, nothing larger than all."""
     cache: LruCache[int] = LruCache(50)
     bound = 50
-    kept: dict[bytes, int] = {}  # by recency
+    kept: dict[bytes, int] = {}  # least recently used first
     for what, number, size in steps:
         key = b"%d" % number
         if what == "insert":

@@ -62,11 +62,11 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     assert report["inference_count"] == 3 + 3 + 1
     assert report["last_inference"] == WALL_NS // 1_000_000
     stats = report["inference_stats"]
-    # The first ran for 5 ms; the others waited for 5 ms and ran for 1 ms, and one of them had been
-    # on its way for 1 ms more.
+    # The first request ran for 5 ms. The others waited for 5 ms and ran for 1 ms; one of them had
+    # spent 1 ms more in transit.
     assert stats["success"] == {"count": 3, "ns": 5 * MS + 7 * MS + 6 * MS}
     assert stats["fail"] == {"count": 1, "ns": 6 * MS}
-    # Computing began 4 ns before the end, and took 1, 2 and 1 ns.
+    # The computation began 4 ns before the end. Its three phases took 1, 2 and 1 ns.
     assert stats["queue"] == {"count": 3, "ns": 5 * MS - 4 + 2 * (6 * MS - 4)}
     assert stats["compute_input"] == {"count": 3, "ns": 3}
     assert stats["compute_infer"] == {"count": 3, "ns": 6}
@@ -89,7 +89,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
 def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
     """The scheduler may hear of several at once, after the worker has done them in a row."""
     rig, peer = ready_rig()
-    for _ in range(50):  # so short that more than one may be at a worker
+    for _ in range(50):  # executions so short that a worker may have more than one
         rig.submit()
         rig.pass_time(4)
         rig.finish(peer, rig.execute()[1])
@@ -215,7 +215,7 @@ def test_a_successor_counts_on() -> None:
     assert now["last_inference"] > 0
     del now["last_inference"], told["last_inference"]
     assert told["inference_count"] > 0
-    for counts in (now, told):  # of now, not of the past
+    for counts in (now, told):  # current values, not counts
         del counts["shmserve"]["instances"], counts["shmserve"]["executing"]
     assert now == told
 
@@ -247,7 +247,7 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     assert both["batch_size"]["buckets"] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert both["batches_closed"]["idle"] == 2
     assert both["copied_bytes"] == {"in": 10, "out": 12}
-    # Its own successor, of either kind, goes on from both.
+    # A successor after a death or a planned replacement continues from both snapshots.
     after_a_death = Rig({})
     after_a_death.scheduler.restore([counted, [[]]], [])
     assert total(after_a_death.snapshot()) == both

@@ -28,7 +28,7 @@ def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
     rig = limited({})
     rig.submit()
     assert (asked(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
-    rig.submit(2)  # the batch grows meanwhile
+    rig.submit(2)  # the batch grows while it waits for the ticket
     assert asked(rig) == []
     rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
@@ -77,7 +77,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
         asks = [each for each in asked(rig) if isinstance(each, m.AskTicket)]
         rig.supervisor(*[m.TicketGranted(each.ticket) for each in asks])
 
-    for _ in range(60):  # bursts of 8 with 2 ms between them; a batch takes 60 ms
+    for _ in range(60):  # bursts of 8 requests at intervals of 2 ms; a batch takes 60 ms
         for _ in range(8):
             rig.pass_time(2 * MS)
             rig.submit()
@@ -91,13 +91,13 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     began = rig.now
     last = rig.submit(2)[1]
     asks: list[Any] = []
-    while not asks:  # there always seem to be more to come, since others go
+    while not asks:  # more requests seem to be on their way, because others are cancelled
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
         rig.client(Cancel(last))
         last, asks = new, asked(rig)
     assert 10 * MS < rig.now - began <= 62 * MS
-    for _ in range(5):  # the ticket is late
+    for _ in range(5):  # the ticket is granted late
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
         rig.client(Cancel(last))
@@ -122,7 +122,8 @@ def test_a_worker_that_dies_gives_back_what_it_had() -> None:
     rig.execute()
     asked(rig)
     rig.supervisor(ProcessExited(100, "signal 9"))
-    assert asked(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]  # and it is run again
+    # The request is retried with a new ticket.
+    assert asked(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 

@@ -13,9 +13,9 @@ import pytest
 from shmserve.scheduler.hosting.event_loop import Waiter
 from shmserve.scheduler.requests.request import NEVER
 
-_HIGH = 1100  # past what select(2) can wait for
+_HIGH = 1100  # a descriptor above the limit of select(2)
 
-_WAITS_NS = (100_000, 20_000_000)  # in ppoll(2), and in epoll_wait(2)
+_WAITS_NS = (100_000, 20_000_000)  # the first uses ppoll(2), the second epoll_wait(2)
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ CLOSING = [
     *("rt.free", "mdl.destroy_desc", "mdl.unload", "rt.free"),
     *("rt.destroy_context", "rt.reset_device", "finalize"),
 ]
-SILENT = {"create_data_buffer", "mdl.create_desc", "mdl.create_dataset"}  # return no error
+# Calls that return no error code.
+SILENT = {"create_data_buffer", "mdl.create_desc", "mdl.create_dataset"}
 BARE: dict[str, Any] = {"name": "m", "max_batch_size": 4, "backend": "ascend"}
 
 

@@ -117,7 +117,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     assert (shape, view, buffers) == ((6, 2), True, [])
     assert address(raw) == address(mappings.view(memory_ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
-    # The same rows in another order, and rows with a hole between, are no stretch.
+    # Rows in another order, or with a gap between them, are not contiguous.
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
         raw, shape, view = gather.gather("X", shuffled)
         assert not view
@@ -288,7 +288,7 @@ def test_what_is_written_over_an_input_changes_no_other_output(
     )
     worker.serve(FunctionBackend(worker.context, compute), config)
     x, y = np.arange(size, dtype=F32), np.arange(size, dtype=F32) + 1000
-    # The object may have been registered under another name for outputs.
+    # A client may have registered the object a second time, under another name, for outputs.
     memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
 
     def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
@@ -473,7 +473,7 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
     )
 
 
-# --- errors are each request's own
+# --- errors of single requests
 
 
 def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
@@ -575,7 +575,7 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
             array = request.inputs["X"].numpy()
             if array[0, 0] < 0:
                 raise ValueError("negative")
-            array *= 2  # a second try must not see this
+            array *= 2  # the retry must not see this change
         return echo(requests)
 
     worker.serve(FunctionBackend(worker.context, picky), one_tensor(most=8))
@@ -606,7 +606,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     def execute(requests: list[Request]) -> list[Response]:
         seen.append(len(requests))
         if len(requests) > most:
-            requests[0].inputs["X"].numpy()[:] = 0  # a second try must not see this
+            requests[0].inputs["X"].numpy()[:] = 0  # the retry must not see this change
             raise full
         return echo(requests)
 
@@ -781,7 +781,7 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
         memory.drop_reader(1)
         assert not arena.used
         memory.drop_exited()
-        memory.allocate(1, 1000)  # another process with its number
+        memory.allocate(1, 1000)  # for a new process with the same pid
         memory.drop_exited()
         assert arena.used
         memory.exited(1)
@@ -825,7 +825,7 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     first = fill(FIRST_LOCAL_CLIENT)
     assert len(first) == 32
     assert [len(fill(FIRST_LOCAL_CLIENT + other)) for other in (1, 2)] == [16, 8]
-    memory.allocate(CLIENT_PID, 8 * block)  # a gateway may have all that is left
+    memory.allocate(CLIENT_PID, 8 * block)  # a gateway may allocate all remaining memory
     assert arena.used == MIB
     memory.release(FIRST_LOCAL_CLIENT, first)
     assert len(fill(FIRST_LOCAL_CLIENT)) == 16
@@ -834,7 +834,7 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     assert arena.used == 0
     assert len(fill(FIRST_LOCAL_CLIENT)) == 32, "who has ended holds nothing"
     memory.drop_reader(FIRST_LOCAL_CLIENT)
-    memory.allocate(FIRST_LOCAL_CLIENT, MIB)  # one output may be larger than a share
+    memory.allocate(FIRST_LOCAL_CLIENT, MIB)  # one output may be larger than a client's share
     arena.close()
 
 

@@ -109,7 +109,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: CalledModels) -> None:
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
     assert reply.parameters == {"note": "doubled"}
-    reply.outputs[0].numpy()[:] = 0  # it is the model's own
+    reply.outputs[0].numpy()[:] = 0  # writable, because the memory belongs to the model
 
 
 def test_the_endpoint_of_a_model_is_looked_up_once(calls: CallRouter, others: CalledModels) -> None:
@@ -183,7 +183,7 @@ def test_large_tensors_lie_in_memory(calls: CallRouter, others: CalledModels) ->
         submit = scheduler.next(m.Submit)
         (given,) = work(submit).inputs
         assert isinstance(given.data, Range)
-        assert given.data.offset == 0  # free again after each call
+        assert given.data.offset == 0  # the range is free again after each call
         taken = np.frombuffer(mappings.view(given.data), np.float32)
         assert (taken == big).all()
         memory_range = theirs.allocate(big.nbytes)
@@ -232,7 +232,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
     _, other = offset(False)
     assert at == 0 < other
     scheduler.send(m.Settled(first))
-    while True:  # it is taken with the next call, or the one after
+    while True:  # the release is processed by the next call, or by the call after it
         _, again = offset(False)
         if again == 0:
             return
@@ -261,7 +261,7 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(
     assert again == lost
     second.send(doubled(again))
     assert values(running.result(10)) == [2.0, 4.0]
-    # New ones go to whom the supervisor names.
+    # New calls are sent to the scheduler that the supervisor names.
     running = others.run(call, calls, request())
     others.answer_find("s2")
     second.send(doubled(second.next(m.Submit)))
@@ -339,7 +339,7 @@ def test_news_of_a_withdrawn_model(calls: CallRouter, others: CalledModels) -> N
     submit = first.next(m.Submit)
     others.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
     until("it is heard", lambda: not calls._targets)
-    first.send(doubled(submit))  # what is in flight ends where it is
+    first.send(doubled(submit))  # a call in flight is answered by its old scheduler
     running.result(10)
     running = others.run(call, calls, request())
     others.answer_find("s2")
@@ -374,7 +374,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Cal
     running = others.run(asyncio.run, impatient())
     others.answer_find("s1")
     first = scheduler.next(m.Submit)
-    # The cancellation is noticed a turn of the loop later, after the next call was begun.
+    # The loop detects the cancellation one iteration later, after the second call has begun.
     second = scheduler.next(m.Submit)
     assert scheduler.next(m.Cancel) == m.Cancel(first.id)
     scheduler.send(m.Failed(first.id, "CANCELLED", "request cancelled", 0, False), doubled(second))
@@ -409,7 +409,7 @@ def test_threads_take_answers_for_each_other(calls: CallRouter, others: CalledMo
 
     def all_are_submitted() -> bool:
         nonlocal asked
-        # As many threads ask where it is as begin before the first has been told.
+        # Each thread that begins before the first lookup is answered looks up the endpoint itself.
         if not others.supervisor.is_silent():
             others.answer_find("s1")
             asked += 1
@@ -471,5 +471,5 @@ def test_the_memory_of_an_exited_process_is_unmapped(
 
 
 def _descriptors() -> int:
-    gc.collect()  # or it does between two counts: what tests before this one have left
+    gc.collect()  # collect the objects of earlier tests now, not between two counts
     return len(os.listdir("/proc/self/fd"))

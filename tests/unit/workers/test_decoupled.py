@@ -93,7 +93,7 @@ def pumping(model: Model) -> Iterator[Callable[[], None]]:
         yield lambda: stack.enter_context(model.pumping())
 
 
-# --- what is sent
+# --- sent responses
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_one_that_cannot_be_written_is_an_error_and_no_end(
     region.close()
 
 
-# --- what is refused
+# --- rejected calls
 
 
 def test_texts_of_what_is_refused(model: Model) -> None:
@@ -272,7 +272,7 @@ def test_texts_of_what_is_refused(model: Model) -> None:
     assert (sent, again, ended) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
 
 
-# --- how it ends without a final flag
+# --- streams without a final flag
 
 
 @pytest.mark.parametrize("returned", ["[]", "0", "'text'", "requests"])
@@ -669,7 +669,7 @@ def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads
             model.credit(key, 4)
             assert len(model.responses(key)) == count + 1
         if loop_reads:
-            stack.close()  # the loop has something to do, and reads no more
+            stack.close()  # the loop is busy and no longer reads messages
             link.loop_stops_reading()
         for key in (7, 4, 6, 5):
             model.credit(key, 4)

@@ -114,7 +114,7 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     assert cuda.opened == 1
     mappings.drop(second.id)
     assert cuda.asked == [("open", 0), ("close", 0)]
-    mappings.drop(second.id)  # unknown by now
+    mappings.drop(second.id)  # without effect: the memory is unknown by now
 
 
 def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
@@ -124,7 +124,7 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     kept = mappings.view(Range(region, 8, 8)).view(torch.float32)
     mappings.drop(region.id)
     assert (cuda.opened, memory.handles) == (1, 1)
-    # The last reference goes in a thread of the model's: the device's own thread closes.
+    # A thread of the model drops the last reference. The main thread closes the handle.
     held = [kept]
     del kept
 
@@ -160,11 +160,12 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         (0, 64, 0, 64, True),
         (0, 65, 0, 1, False),  # the region is larger than the allocation
         (0, 2**62, 0, 1, False),
-        (32, 64, 63, 1, True),  # the handle opens inside the allocation: what is before is not room
+        # The handle points into the allocation; the bytes before it are out of bounds.
+        (32, 64, 63, 1, True),
         (32, 65, 0, 1, False),
         (0, 64, 64, 1, False),
         (0, 64, 1, 64, False),
-        (0, 32, 16, 32, False),  # within the allocation, outside the region
+        (0, 32, 16, 32, False),  # inside the allocation, but outside the region
     ],
 )
 def test_bounds(
@@ -267,7 +268,7 @@ def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: Fa
     cuda.broken = False
     with pytest.raises(InvalidArgument, match="cannot be opened"):
         memory.open(exported.memory())
-    cuda.broken = True  # after it has worked, as when a kernel failed
+    cuda.broken = True  # the device fails after it has worked, as when a kernel fails
     with pytest.raises(DeviceLost):
         memory.check(CheckMemory(7, exported.raw, 0, b"", 64))
 
@@ -316,9 +317,9 @@ def test_a_batch_of_one_is_computed_on_the_device(
         assert reply.answer is not None
         assert reply.answer.outputs[0].data == Range(memory, 32, 16)
         assert (exported.read(32, ROW) == (ROW + turn) * 2).all()
-        # The answer leaves after the device has done what it says.
+        # The reply is sent after the device has finished its work.
         assert cuda.asked[-1] == ("synchronize", 0)
-        # Until the model is known to leave its inputs alone they are copied, on the device.
+        # Inputs are copied on the device until the model is known not to write to them.
         assert worker.finished.copied_in == (0 if turn else 16)
     assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes through the host"
     assert cuda.opened == 1
@@ -564,7 +565,7 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
     memory = exported.memory()
     exported.write(0, ROW)
     (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
-    backend.unload()  # the module that models import is one for the process
+    backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
     assert worker.finished.copied_in == (0 if stays else 16)

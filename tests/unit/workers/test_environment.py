@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import class_attribute
 from shmserve.workers.environment import _checked, _interpreter
 
-Member = tuple[str, bytes, str]  # a name, a type of tarfile, and the target of a link
+Member = tuple[str, bytes, str]  # the name, the type for tarfile, and the target of a link
 
 
 def archive(path: Path, *members: Member, mode: int = 0o6755) -> Path:
@@ -42,7 +42,8 @@ def test_an_archive_is_unpacked(tmp_path: Path) -> None:
     assert (root / "lib64" / "deep" / "module.py").read_text() == "text"
     status = (root / "bin" / "same").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime) == (0o755, 1e9)
-    assert _interpreter(packed, tmp_path / "copies") == python  # it is not unpacked again
+    # The archive is not unpacked a second time.
+    assert _interpreter(packed, tmp_path / "copies") == python
 
 
 def test_the_interpreter_of_a_virtual_environment_may_be_outside(tmp_path: Path) -> None:

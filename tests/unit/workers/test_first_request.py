@@ -11,8 +11,9 @@ import torch
 
 from tests.support.onnx_models import FLOAT, save
 
-SIZE = 1 << 18  # floats: in a region, as large tensors are
-# Each as a worker is forked from its zygote: the packages are there, the model is not.
+SIZE = 1 << 18  # number of floats; a tensor of this size is passed in a region
+# Each program runs like a worker that was forked from its zygote: packages are imported, the model
+# is not loaded.
 PROGRAM = f"""
 import os, sys
 from pathlib import Path

@@ -181,7 +181,8 @@ def test_the_first_response_and_the_end_leave_at_once(model: Sender, clock: Cloc
     model.send(2)
     model.send(3)
     assert model.told == []
-    model.send(7, stream=1)  # the first of another request takes with it what waits
+    # The first response of another request is sent at once, together with the held response.
+    model.send(7, stream=1)
     assert model.told == [(1, [2]), (1, [3]), (2, [7])]
     model.send(4)
     model.send(final=True)
@@ -192,7 +193,7 @@ def test_the_first_response_and_the_end_leave_at_once(model: Sender, clock: Cloc
     model.send(9, stream=1)
     assert model.told == [(2, [8]), (2, [9])]
     model.send(10, stream=1)
-    clock.pass_ns(2 * HOLD_NS)  # the model computes, and sends nothing meanwhile
+    clock.pass_ns(2 * HOLD_NS)  # the model computes and sends no response in the meantime
     assert model.told == [(2, [10])]
 
 

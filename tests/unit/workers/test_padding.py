@@ -106,7 +106,8 @@ def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
         path.write_text(NATIVE.replace("PADDING", repr(PADDING)))
         backend = NativeBackend(worker.context)
         completed = backend.complete_config(model_config([], []))
-        assert completed["input"] == [tensor_config("IMAGE", "FP32", DIMS)]  # what clients send
+        # The shape that clients send, without padding.
+        assert completed["input"] == [tensor_config("IMAGE", "FP32", DIMS)]
         worker.serve(backend, completed)
     rng = np.random.default_rng(1)
     images = [rng.random((rows, 3, size, size), F32) for rows, size in ((1, 224), (2, 336))]

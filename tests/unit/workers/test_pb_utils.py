@@ -102,7 +102,7 @@ def test_dlpack_import_and_export(kind: str) -> None:
     assert (np.from_dlpack(tensor) == array).all()
     if kind != "bool":
         np.from_dlpack(tensor).flat[0] = 7
-        assert array.flat[0] == 7  # it is the same memory
+        assert array.flat[0] == 7  # the array shares its memory with the tensor
 
 
 def test_dlpack_of_bf16() -> None:
@@ -529,7 +529,7 @@ def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
 def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_families", {})
     monkeypatch.setattr(metrics, "_changed", False)
-    monkeypatch.setattr(metrics, "_on_change", None)  # of a worker that an earlier test has made
+    monkeypatch.setattr(metrics, "_on_change", None)  # a worker of an earlier test has set it
 
 
 @pytest.mark.usefixtures("no_metrics")
@@ -568,7 +568,7 @@ def test_changes_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_on_change", lambda at_once: told.append("changed"))
     assert metrics.changes() is None
     family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
-    assert metrics.changes() is None  # nothing to show yet
+    assert metrics.changes() is None  # a family without metrics reports nothing
     counter = family.Metric()
     counter.increment(1)
     assert told == ["changed"]
@@ -668,7 +668,7 @@ def test_values_go_with_their_family() -> None:
     also = others.Metric({"n": "2"})
     both.increment(3)
     del both
-    assert len(told()["c"]) == 2  # a value stays as long as its family
+    assert len(told()["c"]) == 2  # the value remains as long as its family
     del counters
     assert told() == {"c": [(("n", "2"),)]} and also.value() == 3
     for use in (lambda: one.increment(1), one.value):

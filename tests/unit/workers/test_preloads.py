@@ -29,7 +29,7 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
-# As a worker does that was forked without torch, whose model imports it all the same.
+# Behaves like a worker that was forked from a zygote without torch, and whose model imports torch.
 _WITHOUT = """
 import sys
 from shmserve.workers import main

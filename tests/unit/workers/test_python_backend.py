@@ -27,7 +27,7 @@ from shmserve.workers.backends.python.execution import thread_ended
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
-BIG = INLINE_LIMIT  # elements of FP32: more than what travels inline
+BIG = INLINE_LIMIT  # number of FP32 elements; such a tensor is too large for a message
 PREAMBLE = """
 import asyncio, json, threading
 import numpy as np
@@ -640,7 +640,7 @@ def test_one_response_a_request(model: Model) -> None:
     assert model.ask(3) == [[3]]
 
 
-# --- inputs in memory that is used again
+# --- inputs in reused memory
 
 
 def big(region: Region, value: float) -> TensorRef:

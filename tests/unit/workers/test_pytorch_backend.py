@@ -662,7 +662,7 @@ def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> No
         memory_range = region.write(0, data := np.full((1, 1), value, F32))
         worker.batch(inference(tensor("x", data, memory_range)))
         changed.append(region.read(0, 4) != data.tobytes())
-    assert changed == [False, True, False]  # once, and no more
+    assert changed == [False, True, False]  # only the second batch reaches the memory of the client
     region.close()
 
 
@@ -693,7 +693,7 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     region.close()
 
 
-# --- names, pure
+# --- pure functions on names
 
 
 def test_call_plan_binds_by_position_and_by_keyword() -> None:
@@ -727,7 +727,7 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
         backends.find(ModelSpec.of({"backend": "tensorrt", "name": "m"}))
 
 
-# --- devices with memory of their own
+# --- devices with their own memory
 
 
 class Elsewhere(Device):

@@ -129,7 +129,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, form:
         path.write_text(NATIVE)
         backend = NativeBackend(worker.context)
         completed = backend.complete_config(model_config([], []))
-        (x,) = completed["input"]  # T is the server's
+        (x,) = completed["input"]  # the server provides T, so it is no input of the model
         assert x == tensor_config("X", "FP32", [-1]) | {"allow_ragged_batch": True}
         worker.serve(backend, completed)
     rows = [np.arange(n, dtype=F32).reshape(rows, -1) for rows, n in ((1, 2), (2, 4), (1, 1))]

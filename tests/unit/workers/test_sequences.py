@@ -263,7 +263,7 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     assert model.lend().inputs["I"].torch().tolist() == [[1.5]]
 
 
-# --- states of what is over -----------------------------------------------------------------------
+# --- states of ended sequences --------------------------------------------------------------------
 
 
 class Sequences:
@@ -325,7 +325,7 @@ def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequen
     sequences.run((0, START), (1, START), (2, START))
     sequences.tell(EndSequences([0, 2]))
     assert len(sequences.states) == 1
-    sequences.tell(EndSequences([0]))  # it has none
+    sequences.tell(EndSequences([0]))  # slot 0 has no state any more
     assert len(sequences.states) == 1
 
 

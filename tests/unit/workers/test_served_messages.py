@@ -71,9 +71,10 @@ def test_a_backend_serves_messages_of_its_own(
         instance = made.instance
         link = instance.link
         link._take(Step(7, [work(1, 3.0), work(2, 4.0)], live=5))
-        link._take(m.CancelExecution(2))  # behind what brought it
+        # The cancellation arrives after the step that began the request.
+        link._take(m.CancelExecution(2))
         link._take(Step(-1))
-        link._take(m.Execute(1, [work(3, 1.0)]))  # nothing that it serves
+        link._take(m.Execute(1, [work(3, 1.0)]))  # the backend does not serve this message
         assert "unexpected Execute" in caplog.text
         assert not link._open.keys() - {1, 2}
         instance.serve_commands()

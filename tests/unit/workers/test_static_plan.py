@@ -23,7 +23,7 @@ from shmserve.workers.memory.static_plan import MemoryPlan, Recorder, Tensors, b
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
-ROW = 256 * 1024  # floats
+ROW = 256 * 1024  # number of floats in a row
 
 
 def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_a_steady_stream_allocates_nothing(
     try:
         requests = []
         for at in range(4):
-            # In the wrong order: nothing lies next to what follows it in a batch.
+            # In reverse order, so that no row is adjacent to the next row of the batch.
             memory_range = region.write((3 - at) * ROW * 4, np.full(ROW, at, F32))
             out = RequestedOutput(y, region.memory_range((4 + at) * ROW * 4, ROW * 4))
             requests.append(
@@ -225,7 +225,7 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()
     worker.serve(Recorded(worker.context, fake), config((3,), 5, **GRAPHS))
-    assert not fake.replayed and "workspace 4.00" in caplog.text  # buckets of 1, 2, 4 and 5
+    assert not fake.replayed and "workspace 4.00" in caplog.text  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
         replies = worker.batch(*(inference(tensor("X", rows[at])) for at in sizes))
@@ -261,4 +261,4 @@ def test_without_asking_none_is_recorded(worker: Rig) -> None:
     worker.serve(Recorded(worker.context, fake), config((3,), 5))
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
     assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved() == 0
-    assert torch.cuda.CUDAGraph is not None  # which torch has under this name
+    assert torch.cuda.CUDAGraph is not None  # torch is replaced by a fake under this name

@@ -262,7 +262,7 @@ def test_a_prompt_is_converted_to_tokens(model: Model) -> None:
     assert model.responses(1) == [{"token_ids": [1, 2], "text_output": ["tokenize", "hi"]}, "end"]
 
 
-# --- clients that leave or do not read
+# --- clients that disconnect or do not read
 
 
 def test_a_cancelled_request_is_aborted(model: Model) -> None:
@@ -360,7 +360,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
     names = {each["name"] for each in model.config["input"]}
     assert names >= {"text_input", "messages", "input_ids", "return_logprobs", "image"}
     outputs = [each["name"] for each in model.config["output"]]
-    assert outputs[-1] == "message"  # model.json has a parser
+    assert outputs[-1] == "message"  # because model.json names a tool parser
     assert model.config["model_transaction_policy"] == {"decoupled": True}
     assert model.config["parameters"] == {"max_model_len": {"string_value": "512"}}
     assert model.arguments.server == {"tool_call_parser": "hermes"}

@@ -164,7 +164,8 @@ async def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(
     holder = asyncio.ensure_future(hold())
     await holds.wait()
     waiting = asyncio.ensure_future(use())
-    await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)  # its question is there
+    # The supervisor has received the lease request.
+    await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()

@@ -24,7 +24,7 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from shmserve.workers.links.scheduler import InstanceLink
 
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 class ScoredToken(NamedTuple):

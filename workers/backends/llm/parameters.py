@@ -58,7 +58,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": ("",),
     "prompt_embeds": (),
 }
-_FREE = ("", "")  # the value for no grammar
+_FREE = ("", "")  # the value of a request without a grammar
 _OBJECT = {"type": "object"}
 _MOST_CHOICES = 10_000
 # Parameters that a beam search does not have.
@@ -267,7 +267,7 @@ def _with_beams(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- parsers of one parameter to fields; the text of a ValueError is the allowed values
+# --- parsers of single parameters; a ValueError contains the allowed values
 
 
 def _number(name: str, value: Any) -> dict[str, Any]:

@@ -350,6 +350,6 @@ class ReceivedTensor(Tensor):
     def _torch(self) -> torch.Tensor:
         if self._datatype == "BYTES":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        # A consumer may write to it unnoticed.
+        # Copied, because a consumer may write to the memory without detection.
         tensor = self._data.torch()
         return tensor.clone() if self._data.shared else tensor

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
 _NOT_READ = f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
-# vLLM's own names, which begin in this way.
+# The prefix of vLLM's own metrics.
 _METRICS = "vllm:"
 _SINGLE = ("num_input_tokens", "usage")  # outputs that belong to the whole request, not to a sample
 

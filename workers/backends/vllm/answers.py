@@ -29,7 +29,7 @@ OUTPUTS: Mapping[str, str] = {
 }
 # The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
 FLAGS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 def output(name: str, values: Iterable[Any]) -> Output:

@@ -134,7 +134,7 @@ def test_an_output_that_never_comes_is_a_deadlock() -> None:
     for each in (rig, plain):
         each.submit()
         each.respond("a", each.runs()["a"], b"", final=True)
-    only(rig.client_messages(), m.Responded)  # of a stream that is its end
+    only(rig.client_messages(), m.Responded)  # the end of a stream without the output is no error
     assert only(plain.client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
         "not set while no more ensemble steps can be made"
@@ -193,7 +193,7 @@ def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     assert rig.runs() == {}
     rig.finish("a", first["a"])
     assert rig.runs().keys() == {"a", "b"}
-    rig.from_client(m.Cancel(3))  # while it waits
+    rig.from_client(m.Cancel(3))  # cancelled while the request waits
     assert only(rig.client_messages(), m.Failed).id == 3
 
 
@@ -215,7 +215,7 @@ def test_requests_waiting_for_capacity_are_bounded() -> None:
     refused = only(rig.client_messages(), m.Failed)
     assert (refused.id, refused.code, refused.retry_after_s) == (4, "UNAVAILABLE", 1)
     assert "Exceeds maximum queue size" in refused.message
-    rig.from_client(m.Cancel(3))  # which makes room for another
+    rig.from_client(m.Cancel(3))  # the cancellation frees a place in the queue
     assert only(rig.client_messages(), m.Failed).id == 3
     rig.submit(5)
     assert rig.client_messages() == []
@@ -224,7 +224,7 @@ def test_requests_waiting_for_capacity_are_bounded() -> None:
 def test_requests_of_an_exited_client_do_not_run() -> None:
     """Its frames may come after the news of its end."""
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.from_control(ProcessExited(7000, ""))  # the gateway
+    rig.from_control(ProcessExited(7000, ""))  # the pid of the gateway
     rig.submit()
     assert (rig.runs(), rig.client_messages(), rig.core.live) == ({}, [], 0)
 

@@ -17,7 +17,7 @@ from tests.rigs.fake_cuda import FakeCuda, FakeExporting
 from tests.support.messages import inference_of
 
 MB = 1 << 20
-SIZE = 300_000  # elements; far more than travels inside a message
+SIZE = 300_000  # number of elements; the tensor is far too large for a message
 CHAIN = [
     step("a", {"X": "IN"}, "first"),
     step("b", {"X": "first"}, "second"),
@@ -61,7 +61,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     endpoint, submit, memory_range = submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is not None
     assert (endpoint, memory_range.memory.cuda.device) == ("a", 0)
-    # What a worker on the device does with it.
+    # Open the memory and write to it, as a worker on the device does.
     memory = cuda.device_memory()
     worker = Mappings(memory.open)
     value = np.full(SIZE, 2.5, np.float32)
@@ -71,7 +71,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     read = inputs_of(submit)["X"]
     assert endpoint == "b" and read == memory_range
     assert np.array_equal(worker.view(read).numpy().view(np.float32), value)
-    # The next reader computes on the CPU.
+    # The next step computes on the CPU.
     assert after is not None and after.memory.cuda is None
     finish(rig, endpoint, submit, after)
     endpoint, submit, last = submitted(rig)
@@ -130,7 +130,7 @@ def test_where_there_is_no_cuda_or_no_room_tensors_go_by_the_host(
             rig.submit(number, data=bytes(4 * SIZE))
             _, _, memory_range = submitted(rig)
             assert memory_range is not None and memory_range.memory.cuda is None
-        assert not caplog.records  # said once, when the ensemble was planned
+        assert not caplog.records  # the warning was logged once, when the ensemble was planned
 
 
 def test_blocks_are_used_again_and_bounded() -> None:
@@ -138,8 +138,8 @@ def test_blocks_are_used_again_and_bounded() -> None:
     blocks = DeviceBlocks(130 * MB, lambda: cuda)
     first = [blocks.allocate(0, 10 * MB) for _ in range(12)]
     assert all(first) and len(cuda.allocated) == 2
-    assert blocks.allocate(0, 10 * MB) is None  # 2 MB are left of what it may have
-    assert blocks.allocate(1, 10 * MB) is not None  # each device has its own
+    assert blocks.allocate(0, 10 * MB) is None  # only 2 MB of the limit remain
+    assert blocks.allocate(1, 10 * MB) is not None  # each device has its own limit
     for block in first:
         assert block is not None
         block.release()

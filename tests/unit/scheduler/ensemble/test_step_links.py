@@ -42,7 +42,8 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
             client.release("s1", [READ])
             steps.flush()
             received: list[Any] = []
-            while not received and router.wait(5.0):  # who it is comes before what it says
+            # The first frame contains only the peer's identity.
+            while not received and router.wait(5.0):
                 received += [message for _, message in router.receive()]
             assert received == [READ]
 

@@ -14,7 +14,8 @@ from tests.support.messages import inferred_of
 
 STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 STREAM_MODELS = [model("a", decoupled=True), model("b")]
-GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True)  # no such process
+# The pid of no process.
+GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True)
 
 
 def failed(rig: EnsembleRig) -> m.Failed:
@@ -118,7 +119,7 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
         if number:
             rig.finish("a", rig.runs()["a"])
         else:
-            rig.sent()  # it stays: the first deadline is never done
+            rig.sent()  # the request remains open, and so does its timer
     assert len(rig.core._requests.timers) < 2000
 
 

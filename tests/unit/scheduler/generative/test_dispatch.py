@@ -132,7 +132,8 @@ def test_requests_are_prepared_and_run_to_their_end() -> None:
     statistics = rig.snapshot()
     assert (statistics["success"], statistics["executing"]) == (3, 0)
     assert statistics["execution_count"] > 3
-    assert not any(statistics["batches_closed"].values())  # its steps are no batches
+    # Steps of a generative model do not count as batches.
+    assert not any(statistics["batches_closed"].values())
     plans = statistics["scheduler_seconds"]["count"]
     assert statistics["phases"]["schedule"] == plans * PLANNING_NS > 0
 
@@ -221,7 +222,8 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
             wanted, _ = alone(PROMPT, had.sample, llm.most)
             got = list(array("i", had.tokens))
             assert got == wanted[: len(got)]
-            assert had.sent_characters == len(got)  # each is told as soon as it is there
+            # Each token is reported in the step that generates it.
+            assert had.sent_characters == len(got)
     while successor.turn():
         pass
     assert before | ended(rig) == {number: ""}

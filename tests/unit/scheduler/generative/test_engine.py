@@ -29,8 +29,8 @@ def test_one_request_has_its_tokens() -> None:
     rig.verify(generation, [0])
 
 
-# The last but one: a sequence is swapped that has a block for drafts, and comes back when all are
-# short. The last: what samples of one token's prompt were promised is kept for them.
+# Seed 5197: a sequence with a block for drafts is swapped out, and resumes when blocks are scarce.
+# Seed 906: blocks promised to the samples of a one-token prompt stay reserved.
 @pytest.mark.parametrize("seed", [*range(3 * len(VARIANTS)), 5197, 906])
 def test_any_schedule_gives_the_tokens_of_each_alone(seed: int) -> None:
     schedule = Schedule(seed)
@@ -115,7 +115,7 @@ def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> Non
     generation = submit(rig, [5] * 9, 4, samples=11)
     rig.drain()
     assert {sample for key, sample in rig.ended if key == generation.key} == set(range(11))
-    assert rig.engine.counts.prefilled < 11 * 9  # the prompt is shared
+    assert rig.engine.counts.prefilled < 11 * 9  # the samples share the prompt
 
 
 def test_where_nobody_is_preempted_all_samples_have_to_fit_together() -> None:
@@ -179,7 +179,8 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     rig.drain()
     tokens, why = rig.ended[first.key, 0]
     assert why == "length"
-    assert rig.rows == 5 or proposals < 3  # a prompt, and 19 tokens: three times 4 + 1, then 3 + 1
+    # The prompt, and 19 tokens in steps of 4 + 1, 4 + 1, 4 + 1 and 3 + 1.
+    assert rig.rows == 5 or proposals < 3
     assert rig.engine.counts.prefilled == 5
     assert not rig.engine.counts.copied_on_write
     again = submit(rig, [*first.prompt, *tokens], 1)
@@ -195,7 +196,7 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
     for generated in range(2, 8):
         rig.turn()
         assert first.sequences[0].generated == generated
-    # 15 are left of the budget beside a token that is decoded; less than 16 are cut freely.
+    # Beside a decoded token, 15 tokens of the budget remain. A chunk below 16 may be cut anywhere.
     assert long.sequences[0].computed == 6 * 15
 
 
@@ -204,7 +205,7 @@ def test_prompts_are_cut_at_multiples_of_16() -> None:
     first, second = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
     rig.turn()
     computed = [each.sequences[0].computed for each in (first, second)]
-    assert computed == [32, 0]  # the 8 that are left of the step are no multiple
+    assert computed == [32, 0]  # the remaining 8 tokens of the step are no multiple of the chunk
     rig = rig_of(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
     rig.turn()

@@ -25,7 +25,7 @@ def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -
     return Sequence(number, generation, 0, prompt[:])
 
 
-# By policy: what differs between the one that goes first, and the other.
+# The policy, the attributes of the sequence that runs first, and those of the other sequence.
 FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("fcfs", {"waited_s": 2, "tokens": 900, "priority": 3}, {"waited_s": 1, "tokens": 9}),
     ("sjf", {"tokens": 9, "priority": 3}, {"tokens": 10}),
@@ -34,7 +34,7 @@ FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("priority", {"tokens": 900, "priority": 0}, {"tokens": 9, "priority": 1}),
     ("priority", {"tokens": 9, "priority": 1}, {"tokens": 10, "priority": 1}),
     ("priority", {"tokens": 9, "priority": 1, "waited_s": 10.1}, {"tokens": 9, "priority": 0}),
-    # After the longest wait, of 30 s, all are in order of arrival.
+    # Sequences that wait longer than the maximum of 30 s run in order of arrival.
     ("sjf", {"tokens": 90_000, "waited_s": 31}, {"tokens": 9, "waited_s": 29}),
     ("priority", {"tokens": 9, "priority": 9, "waited_s": 32}, {"tokens": 9, "waited_s": 31}),
 )
@@ -118,7 +118,7 @@ def test_the_estimate_converges_to_repeated_observations(
 
 def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
     times = learned()
-    assert times.chunk(StepWork(8, 0), 0, 31.0) == 64  # 19 ms are left, for 76 tokens
+    assert times.chunk(StepWork(8, 0), 0, 31.0) == 64  # 19 ms remain, enough for 76 tokens
     assert times.chunk(StepWork(0, 0), 0, 33.0) == 112
     assert times.chunk(StepWork(8, 0), 0, 5.0) == 16
     assert times.chunk(StepWork(8, 16), 0, 5.0) == 0
@@ -131,7 +131,7 @@ def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> Non
         return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5
 
     times, chunks = StepTimes(), []
-    for _ in range(2):  # the first time, it learns
+    for _ in range(2):  # the estimates are learned in the first round
         for keys in range(100, 200):
             load = StepWork(4, 0, 4 * keys)
             times.observe(load, took_ms(load))
@@ -144,7 +144,7 @@ def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> Non
             times.observe(load, steps[-1])
             chunks.append(count)
     assert max(steps) < 53
-    assert min(steps[:-1]) > 40  # and the prompt gets on
+    assert min(steps[:-1]) > 40  # the prompt makes progress in every step
     assert chunks[-2] < chunks[len(chunks) - len(steps)]
 
 
@@ -153,7 +153,7 @@ def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
     for _ in range(100):
         times.copied(10, 20.0)
     assert times.copy_ms == pytest.approx(2.0, rel=0.05)
-    assert not times.swap_pays(1, 15)  # 4 ms, and 3.75
+    assert not times.swap_pays(1, 15)  # a swap takes 4 ms, a recomputation 3.75 ms
     assert times.swap_pays(1, 17)
 
 

@@ -135,7 +135,7 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
         ({"default_timeout_microseconds": 100, "allow_timeout_override": True}, 400, 100),
         ({"default_timeout_microseconds": 100, "allow_timeout_override": True}, 0, 100),
         ({"default_timeout_microseconds": 100}, 40, 100),
-        # Any timeout is shorter than none.
+        # Any timeout of a request is shorter than no timeout.
         ({"allow_timeout_override": True}, 40, 40),
         ({"allow_timeout_override": True}, 0, None),
         ({}, 40, None),
@@ -169,10 +169,10 @@ def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
     """Rule 3.2.4: DELAY; and they do not time out any more."""
     rig, peer, batch = busy({**LEVELS, "default_queue_policy": DELAYED}, max_batch_size=1)
-    rig.submit(2, priority=2)  # 2 and 3 are to be late
+    rig.submit(2, priority=2)  # the requests 2 and 3 will be delayed
     rig.pass_time(MS + 1)
-    rig.submit(priority=3)  # 4
-    rig.submit(priority=2)  # 5
+    rig.submit(priority=3)  # request 4
+    rig.submit(priority=2)  # request 5
     rig.pass_time(MS // 2)
     rig.finish(peer, batch)
     rig.answers()

@@ -32,7 +32,8 @@ FILES = {
     "PYTHON": "unit/workers/test_python_backend.py",
 }
 
-# Section and place of each bullet there, what it says, and below it its tests: FILE, then the name.
+# For each bullet: its section and position, its text, and on the next lines its tests (FILE, then
+# the name).
 BULLETS = """
 3.3.1 an id is a number that is not 0 or a text that is not empty; the two are never the same
     TABLE test_3_3_an_id_is_needed

@@ -36,7 +36,7 @@ RULES = {
     "3.9.4": "warm-up before ready, by instance: N requests of one, count times; 0 is skipped",
     "3.9.5": "a sample that fails, or has a variable dimension, fails the load",
 }
-# Sections whose rules have no numbers: their tests name the section.
+# Sections without numbered rules: the names of their tests contain the section.
 SECTIONS = {
     "3.3": "sequences: ids, slots, backlog, idle ones, controls",
     "3.4": "the direct strategy",

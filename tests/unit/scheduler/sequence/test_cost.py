@@ -32,7 +32,7 @@ def operations(work: Callable[[], None]) -> int:
     return count
 
 
-# Python 3.12 counts by lines until opcodes were traced once.
+# Python 3.12 counts lines instead of opcodes until opcodes have been traced once.
 operations(lambda: None)
 
 

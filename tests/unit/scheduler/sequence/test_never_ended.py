@@ -66,7 +66,7 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
         if opened % (SLOTS * 1000) == 0:
             mine = table.ask(other, -1, START | END)
             table.turn()
-            table.turn()  # behind those that were there first
+            table.turn()  # the new request runs after the requests that were already queued
             assert mine in table.executed
         else:
             table.turn()

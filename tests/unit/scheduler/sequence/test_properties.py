@@ -28,11 +28,11 @@ class Watched(SequenceRig):
 
     def __init__(self, strategy: str) -> None:
         super().__init__(strategy, ROWS, INSTANCES)
-        self.asked: dict[int, int] = {}  # request -> sequence
+        self.asked: dict[int, int] = {}  # the sequence of each request, by number
         self.told: Counter[int] = Counter()
         self.pids = 200
-        self.sequences: dict[int, Any] = {}  # of each request, by its key
-        self.home: dict[Any, tuple[bytes, int]] = {}  # sequence -> where it runs
+        self.sequences: dict[int, Any] = {}  # the sequence of each request, by the request's key
+        self.home: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
         self.last: dict[Any, int] = {}  # sequence -> its last request
 
     def executes(self) -> list[tuple[bytes, m.Execute]]:
@@ -53,7 +53,7 @@ class Watched(SequenceRig):
         for row in real:
             sequence = self.sequences[row.key]
             assert sequence.id == row.correlation_id
-            # All of a sequence runs where it began, in the order in which it came.
+            # All requests of a sequence run in the same slot, in order of arrival.
             assert self.home.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
             assert self.last.get(sequence, 0) < row.key
             self.last[sequence] = row.key
@@ -100,7 +100,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
             rig.step("done", index, 0)
     assert set(rig.told) == set(rig.asked) and set(rig.told.values()) <= {1}
     assert rig.scheduler.live == 0
-    # Nothing is kept: the slots are free, after the time of those that never ended.
+    # No state remains: after the idle timeout of unfinished sequences, all slots are free.
     rig.step("time", 1100, 0)
     for sequence in range(11, 11 + ROWS * INSTANCES):
         rig.step("ask", sequence, START | END)

@@ -33,7 +33,7 @@ def error(rig: Rig) -> str:
     return answer.message
 
 
-# --- 3.3: what is refused -------------------------------------------------------------------------
+# --- 3.3: rejected requests -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence", [0, ""])
@@ -122,7 +122,7 @@ def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
         rig.done()
         seen += 1
     served = rig.outcomes()
-    assert len(served) == 5  # 1, 2, 1 END, and both of 3; 4 waits on
+    assert len(served) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
     rig.request(2, END)
     while rig.runs():
         rig.done()
@@ -286,7 +286,7 @@ def test_3_10_cancelling_one_cancels_those_behind_it(slots: int) -> None:
         rig.done()
     rig.done()
     assert first in rig.outcomes()
-    # The slot is free.
+    # The slot is free again.
     rig.request(5, START)
     assert rig.batches()[0] == [5]
 
@@ -363,7 +363,7 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     rig.request(2, START)
     rig.done(1)
     waits = rig.request(1)
-    fresh = rig.request(3, START)  # slot 1 of the first instance, not begun
+    fresh = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
     rig.die(0)
     told = rig.outcomes()
@@ -371,7 +371,7 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     assert text in told.pop(runs) and text in told.pop(waits) and not told
     rig.request(1)
     assert "the state of this one was lost when the model's worker died" in error(rig)
-    # On the other instance, at once.
+    # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
     rig.done(1)
     assert rig.outcomes() == {fresh: None}
@@ -405,7 +405,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     mine, new = rig.request(1), rig.request(1_000_000, START)
     told = rig.outcomes()
     while new not in told:
-        # Slots become free as the idle ones lose them, and clients take turns.
+        # Slots become free when idle sequences lose them. The clients take turns.
         while rig.runs():
             rig.done()
         rig.pass_time(1000 * MS)
@@ -423,7 +423,8 @@ def test_connections_of_a_gateway_take_turns() -> None:
     while rig.runs():
         ran += rig.batches()[0]
         rig.done()
-    assert ran == [1, 2, 3, 11, 4, 12, 5, 6]  # 2 had the slot and 3 the turn before 11 came
+    # Sequence 2 had the slot, and 3 was next before 11 arrived.
+    assert ran == [1, 2, 3, 11, 4, 12, 5, 6]
     assert rig.outcomes() == dict.fromkeys([*greedy, *other])
 
 
@@ -446,7 +447,7 @@ def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
         assert (row.correlation_id, row.flags) == (1, 0)
     rig.done()
     assert rig.outcomes() == {number: None}
-    # The sequence is over: its slot is free at once.
+    # The sequence has ended, so its slot is free at once.
     other = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
@@ -474,7 +475,7 @@ def test_3_5_iterative_and_decoupled() -> None:
     assert rig.runs()
 
 
-# --- an instance that is to retire ----------------------------------------------------------------
+# --- retiring instances ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -503,7 +504,7 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
     assert rig.batches() == {1: [3]}
 
 
-# --- 3.5: states of what is over -----------------------------------------------------------------
+# --- 3.5: states of ended sequences --------------------------------------------------------------
 
 
 def ended(rig: SequenceRig) -> list[list[int]]:
@@ -530,7 +531,7 @@ def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) ->
     rig.request(1)
     second = rig.request(1, END)
     rig.client(m.Cancel(second))
-    assert ended(rig) == []  # its last request still runs
+    assert ended(rig) == []  # the last request of the sequence still runs
     rig.done()
     assert ended(rig) == [[0]]
     rig.request(2, START)
@@ -541,7 +542,7 @@ def test_3_5_the_worker_is_told_where_what_runs_last_was_not_to_be_the_last(
     rig: SequenceRig,
 ) -> None:
     begun(rig)
-    rig.request(2, START)  # the instance is busy
+    rig.request(2, START)  # keeps the instance busy
     rig.request(1)
     rig.client(m.Cancel(rig.request(1)))
     rig.done()
@@ -572,6 +573,6 @@ def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
 def test_3_5_nobody_is_told_of_what_has_not_begun(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
-    waiting = rig.request(3, START)  # in the backlog, or in a slot
+    waiting = rig.request(3, START)  # waits in the backlog or in a slot, depending on the strategy
     rig.client(m.Cancel(waiting))
     assert ended(rig) == []

@@ -14,14 +14,14 @@ def test_the_worked_example_of_two_instances_with_two_slots() -> None:
     rig = SequenceRig(rows=2, instances=2)
     for sequence in range(1, 7):
         rig.request(sequence, START)
-    # Spread over the instances before one is filled; an instance that is idle runs at once.
+    # Sequences are spread over the instances. An idle instance runs at once.
     assert rig.batches() == {0: [1], 1: [2]}
     rig.done(0)
     rig.done(1)
     assert rig.batches() == {0: [None, 3], 1: [None, 4]}
     rig.request(4, END)
     rig.done(1)
-    # The END is in a batch: its slot is free, and 5 has it.
+    # The END of sequence 3 has run, so sequence 5 has its slot.
     assert rig.batches() == {1: [None, 4]}
     rig.done(1)
     assert rig.batches() == {1: [None, 5]}
@@ -43,7 +43,7 @@ def test_the_worked_example_of_one_instance() -> None:
     rig.request(2, START)
     rig.done()
     both = rig.rows()
-    assert [row.key > 0 for row in both] == [True, True]  # READY
+    assert [row.key > 0 for row in both] == [True, True]  # both rows have the control READY
     assert [row.flags & START for row in both] == [0, 1]
 
 
@@ -70,7 +70,7 @@ def test_3_4_shapes_of_who_waited_longest() -> None:
     rig.done()
     rig.done()
     rig.batches()
-    rig.request(3)  # the instance is busy from here on
+    rig.request(3)  # keeps the instance busy
     rig.batches()
     rig.request(2, shape_key=b"b")
     rig.pass_time(1)
@@ -173,7 +173,7 @@ def test_the_worked_example() -> None:
     assert rig.batches() == {0: ["A"]}
     for name in "BCD":
         rig.request(name, START)
-    rig.request("E", START)  # no slot is left
+    rig.request("E", START)  # no free slot remains
     rig.request("A")
     rig.request("D")
     rig.request("D", END)

@@ -30,7 +30,8 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _GRAIN = 16  # widths are multiples of this number of keys
-_MOST_ROWS = 16  # maximum rows of a sequence that are lone: rows that verify proposed tokens
+# Maximum number of rows of a sequence that are computed one by one, to verify proposed tokens.
+_MOST_ROWS = 16
 
 
 class KvCache:
@@ -60,7 +61,7 @@ class KvCache:
         self._layers = self.pool.flatten(1, 2).unbind()
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
-        # The same, as rows of heads and slots.
+        # Views of the same memory with a row for each head and slot.
         self.rows = [
             (keys.flatten(0, 1), values.flatten(0, 1))
             for keys, values in zip(self.keys, self.values, strict=True)

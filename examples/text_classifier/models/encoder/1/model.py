@@ -11,7 +11,7 @@ class TritonPythonModel:
     def initialize(self, args):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        torch.set_num_threads(1)  # a short text is too little work for more
+        torch.set_num_threads(1)  # more threads do not pay for short texts
         self.model = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False).eval()
 
     @torch.inference_mode()

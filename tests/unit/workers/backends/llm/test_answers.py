@@ -154,7 +154,8 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
 ) -> None:
     scheduler.reads = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
-    scheduler.add(2, max_tokens=120, **GREEDY)  # it ends when all texts of the other are there
+    # This request ends once all texts of the first request are available.
+    scheduler.add(2, max_tokens=120, **GREEDY)
     while scheduler.running:
         scheduler.step()
     while 2 not in scheduler.ended:
@@ -203,7 +204,7 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
     running = dict(scheduler.running)
     while 1 not in scheduler.ended:
         scheduler.listen()
-    scheduler.running.update(running)  # its scheduler has not heard yet
+    scheduler.running.update(running)  # the scheduler has not been notified of the end yet
     assert not scheduler.step()
     assert scheduler.stepped is not None and scheduler.stepped.lost == list(running)
 
@@ -344,7 +345,8 @@ def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Schedu
     scheduler.add(1, input_ids=[5] * 64, **settings)
     scheduler.add(2, input_ids=[5] * 64, **settings, stream=True)
     outputs = ["text_output", "token_ids", "finish_reason", "usage"]
-    scheduler.add(3, input_ids=[5] * 512, outputs=outputs, **settings)  # as many as there may be
+    # The maximum number of tokens.
+    scheduler.add(3, input_ids=[5] * 512, outputs=outputs, **settings)
     scheduler.run()
     for key, count in ((1, 64), (2, 64), (3, 512)):
         (found,) = scheduler.responses[key]

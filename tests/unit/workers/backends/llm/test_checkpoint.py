@@ -174,7 +174,8 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         assert {each.name for each in spec.input if not each.optional} == set()
         found = EngineSettings.read(spec.parameters["engine"])
         assert (found.kv_cache_blocks, found.max_model_len) == (2 * 64, 512)
-        block_bytes = 8 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, size, bytes
+        # Tokens * (keys and values) * layers * heads * head size * bytes per element.
+        block_bytes = 8 * 2 * 2 * 2 * 8 * 4
         assert found.swap_blocks == 1_000_000 // block_bytes
         again = LlmBackend(made.context).complete_config(completed)
         assert again["parameters"] == completed["parameters"]
@@ -195,7 +196,8 @@ def test_instances_on_one_device_share_its_memory(
 ) -> None:
     made = Checkpoint.open(folder()).architecture
     weights = sum(math.prod(shape) for shape in made.weights().values()) * 4
-    block = 16 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, size, bytes
+    # Tokens * (keys and values) * layers * heads * head size * bytes per element.
+    block = 16 * 2 * 2 * 2 * 8 * 4
     monkeypatch.setattr(engine_file, "_available", lambda device: 3 * weights + 6 * 100 * block)
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)

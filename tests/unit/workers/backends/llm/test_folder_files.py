@@ -31,7 +31,7 @@ from tests.unit.workers.backends.llm.test_checkpoint import edit
 
 Folder = Callable[..., Path]
 SETTINGS = "tokenizer_config.json"
-SIZE = 320  # tokens of the tokenizer
+SIZE = 320  # number of tokens of the tokenizer
 MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "model", "content": "é"}]
 
 
@@ -255,7 +255,7 @@ def test_each_field_in_the_guide_is_tested() -> None:
         ({SETTINGS: {"eos_token": {"__type": "AddedToken", "content": "<|user|>"}}}, (0, 1)),
         ({SETTINGS: {"eos_token": None}}, (0,)),
         ({"special_tokens_map.json": {"eos_token": "<|model|>"}}, (0, 2)),
-        ({SETTINGS: {"eos_token": "[new]"}}, (0,)),  # the model lacks it
+        ({SETTINGS: {"eos_token": "[new]"}}, (0,)),  # the model lacks this token
     ],
 )
 def test_ends_are_those_of_the_model_and_of_the_tokenizer(

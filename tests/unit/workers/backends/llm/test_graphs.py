@@ -38,7 +38,7 @@ def test_one_row_of_each_sequence(folder: Callable[..., Path], family: str) -> N
     expected = model.forward(rows, cache, attention, list(range(len(LENGTHS))))
     assert found.shape == (count, expected.shape[1])
     assert torch.allclose(found[: len(LENGTHS)], expected, atol=1e-4)
-    assert torch.equal(found[-1], found[-2])  # what fills it up repeats the last row
+    assert torch.equal(found[-1], found[-2])  # the padding rows repeat the last row
 
 
 @pytest.mark.parametrize(("most", "longest"), [(1, 10), (32, 2048), (5, 300), (64, 1 << 17)])

@@ -38,7 +38,8 @@ JSON = json.dumps({"name": "weather", "arguments": PARIS}, ensure_ascii=False)
 LLAMA = json.dumps({"type": "function", "name": "weather", "parameters": PARIS})
 NOW: tuple[str, dict[str, Any]] = ("now", {})
 WEATHER = ("weather", PARIS)
-# The family, the text, the content and the calls.
+# Name of the case -> the family, the text of the model, the expected content and the expected
+# calls.
 GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [WEATHER]),
     "hermes with text": (
@@ -142,7 +143,7 @@ BAD = {
     "no tool": ("llama3_json", '{"name": "other", "parameters": {}}'),
     "no call": ("pythonic", "[other(a=1)]"),
 }
-# Calls that are malformed behind their name: a stream has sent a part of them.
+# Calls that are malformed after their name: a stream has already sent a part of them.
 LATE = {
     "cut": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b'),
     "Python": ("hermes", '<tool_call>{"name": "f", "arguments": {\'a\': 1}}</tool_call>'),

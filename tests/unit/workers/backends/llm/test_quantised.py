@@ -17,7 +17,8 @@ from tests.unit.workers.backends.llm.test_checkpoint import edit
 
 Tensors = dict[str, torch.Tensor]
 Made = tuple[Tensors, torch.Tensor]  # the tensors of a layer, and its weight in float32
-AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}  # of the values in a word
+# The order of the values in a packed word, by bits per value.
+AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 GROUP = 16
 
 
@@ -180,7 +181,8 @@ def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str,
     exact: Tensors = {}
     for name, weight in weights(config()).items():
         stored[name] = exact[name] = weight
-        if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:  # which stays plain
+        # This layer is not quantised.
+        if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:
             made, exact[name] = make(weight)
             del stored[name]
             prefix = name.removesuffix("weight")

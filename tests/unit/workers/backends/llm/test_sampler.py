@@ -30,7 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"top_k": 7},
     {"top_p": 0.6},
-    {"top_p": 0.999},  # more tokens than are looked at first
+    {"top_p": 0.999},  # selects more tokens than the first search contains
     {"min_p": 0.05},
     {"temperature": 1.3, "top_k": 50, "top_p": 0.8, "min_p": 0.02},
     {"repetition_penalty": 1.4},
@@ -75,7 +75,7 @@ def test_distributions_are_those_of_transformers() -> None:
     rows = [made(**each) for each in SETTINGS]
     wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
     sampler.process(logits, rows)
-    found = sampler.distribution(logits, rows)  # all together
+    found = sampler.distribution(logits, rows)  # all rows in one call
     for memory_range, each in enumerate(SETTINGS):
         assert torch.allclose(found[memory_range], wanted[memory_range], atol=1e-6), each
 
@@ -90,7 +90,7 @@ def test_penalties_of_presence_and_frequency() -> None:
 
 def test_only_allowed_tokens_are_sampled() -> None:
     bits = torch.zeros(2, dtype=torch.int32)
-    bits[0], bits[1] = -(1 << 31) | 1, 4  # tokens 31, 0, 34
+    bits[0], bits[1] = -(1 << 31) | 1, 4  # allows the tokens 31, 0 and 34
     row = made(temperature=0.0)
     row.allowed = bits
     logits = torch.arange(100.0).unsqueeze(0)
@@ -109,7 +109,7 @@ def test_draws_depend_on_seed_sample_and_place_alone() -> None:
         row = made()
         row.sample = sample
         numbers.add(row.draw())
-    assert len(numbers) == 199  # sample 0 of seed 1 is there already
+    assert len(numbers) == 199  # sample 0 of seed 1 was in the set before
 
 
 def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:

@@ -24,7 +24,7 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
             )
         scheduler.run()
         full = [len(each.tokens) for each in scheduler.results if each.drafted == 3]
-        assert set(full) == {4}  # what was proposed, and one more
+        assert set(full) == {4}  # the three proposed tokens, and one more
         assert len(full) == 30
         assert scheduler.tokens(1) == generated(path, [1, 60, 7], max_new_tokens=41)
 
@@ -98,7 +98,8 @@ def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path)
 
 def test_what_followed_before_is_proposed() -> None:
     assert followers([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
-    assert followers([1, 2, 9, 1, 2, 3, 1, 2], 2) == [3, 1]  # the last time counts
-    assert followers([9, 1, 2, 7, 7, 1, 2, 8, 9, 1, 2], 1) == [7]  # the longest ending first
+    assert followers([1, 2, 9, 1, 2, 3, 1, 2], 2) == [3, 1]  # the most recent occurrence counts
+    # The longest matching ending has precedence.
+    assert followers([9, 1, 2, 7, 7, 1, 2, 8, 9, 1, 2], 1) == [7]
     assert followers([1, 2, 3], 4) == []
     assert followers([1, 1, 1, 1, 1, 1, 1], 2) == [1]

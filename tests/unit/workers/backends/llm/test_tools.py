@@ -152,7 +152,7 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
     assert accepted("some < text { of [ any kind")
     assert accepted(f"Look: {call.replace('NAME', 'now')}")
     assert not accepted(f"Look: {call.replace('NAME', 'now')[:-2]}")
-    if family != "pythonic":  # where any list may be content
+    if family != "pythonic":  # in the format "pythonic", any list may be content
         assert not accepted(f"Look: {call.replace('NAME', 'other')}")
 
 
