@@ -184,6 +184,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("response_format: cannot be compiled", "text.format"),
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),
+        ("tools[0].function.parameters: it is not a JSON schema", "tools[0].parameters"),
     ],
 )
 def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:

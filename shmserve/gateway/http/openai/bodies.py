@@ -430,7 +430,9 @@ def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> b
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
     field = _FIELD.match(message) if invalid else None
-    param = None if field is None else names.get(field[1], field[1])
+    param = None
     if field is not None:
+        infix = ".function."  # in the names of members of tools
+        param = names.get(field[1], field[1]).replace(infix, names.get(infix, infix))
         message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

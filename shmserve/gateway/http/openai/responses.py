@@ -63,6 +63,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    ".function.": ".",  # tools[0].function.name
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.openai_error, names=_NAMES)

@@ -77,6 +77,12 @@ def test_other_schemas_of_names_are_refused(schema: dict[str, Any]) -> None:
         accepts({"type": "object", **schema}, {})
 
 
+def test_nulls_are_absent_except_in_values() -> None:
+    schema = {"required": None, "properties": {"a": {"type": "string", "default": None}}}
+    assert with_patterns(schema, schema) == {"properties": schema["properties"]}
+    assert with_patterns({"const": None}, {}) == {"const": None}
+
+
 def test_values_that_look_like_schemas_are_kept() -> None:
     value = {"propertyNames": {"const": "a"}}
     schema = {"const": value, "properties": {"a": {"enum": [value], "default": value}}}

@@ -181,7 +181,79 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "tool_choice: 'g' is not a name of `tools`",
     ),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
+    "no list": ({"tools": 3}, "tools: 3 is not a list"),
+    "an object of tools": ({"tools": {"f": GIVEN[0]}}, "tools: .* is not a list"),
+    "no flag": ({"tools": GIVEN, "parallel_tool_calls": "no"}, "parallel_tool_calls: 'no' is not"),
+    "a strict text": (
+        {"tools": [function("f", NOW, strict="yes")]},
+        r"tools\[0\].function.strict: 'yes' is not true or false",
+    ),
+    "a description of another type": (
+        {"tools": [function("f", NOW, description=3)]},
+        r"tools\[0\].function.description: 3 is not a string",
+    ),
 }
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [None, 3, "now", [3], {}, {"mode": "required"}]
+    + [{"mode": "auto", "tools": each} for each in (None, 3, "now", [], [None], {"name": "now"})]
+    + [{"mode": "often", "tools": [{"type": "function", "function": {"name": "now"}}]}]
+    + [{"mode": "auto", "tools": [{"type": "function", "function": {"name": 3}}]}],
+)
+def test_malformed_allowed_tools(allowed: Any) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    with pytest.raises(InvalidArgument, match="tool_choice: "):
+        tools.take({"tools": GIVEN, "tool_choice": choice})
+
+
+NO_SCHEMAS: dict[str, tuple[Any, str]] = {
+    "type": ({"type": "strange"}, "type: 'strange' is not"),
+    "type of a member": ({"properties": {"a": {"type": 3}}}, "properties.a.type: 3 is not"),
+    "types": ({"type": []}, r"type: \[\] is not"),
+    "properties": ({"properties": ["a"]}, "properties: .* is not an object of schemas"),
+    "a property": ({"properties": {"a": "string"}}, "properties.a: 'string' is not a schema"),
+    "required": ({"required": "city"}, "required: 'city' is not a list of strings"),
+    "required names": ({"required": [1]}, "required: .* is not a list of strings"),
+    "enum": ({"properties": {"a": {"enum": "x"}}}, "properties.a.enum: 'x' is not a list"),
+    "minimum": ({"properties": {"a": {"minimum": "x"}}}, "a.minimum: 'x' is not a number"),
+    "length": ({"properties": {"a": {"maxLength": -1}}}, "a.maxLength: -1 is not"),
+    "items": ({"properties": {"a": {"items": "string"}}}, "a.items: 'string' is not a schema"),
+    "alternatives": ({"anyOf": []}, r"anyOf: \[\] is not a list of schemas"),
+    "an alternative": ({"anyOf": [{}, {"type": "no"}]}, r"anyOf\[1\].type: 'no' is not"),
+    "reference": ({"properties": {"a": {"$ref": "#/$defs/B"}}}, r"a.\$ref: '#/\$defs/B' is not"),
+    "pattern": ({"properties": {"a": {"pattern": 3}}}, "a.pattern: 3 is not a string"),
+    "definition": ({"$defs": {"A": 3}}, r"\$defs.A: 3 is not a schema"),
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("case", NO_SCHEMAS)
+def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
+    schema, message = NO_SCHEMAS[case]
+    given = [GIVEN[1], function("f", schema)]
+    with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
+        tools.take({"tools": given, "tool_choice": choice})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        {},
+        SCHEMA,
+        {"type": "object", "properties": None, "required": None},
+        {"properties": {"type": {"type": ["string", "null"]}, "required": True, "enum": {}}},
+        {"properties": {"a": {"type": "array", "items": [{}, True]}, "b": {"not": {}}}},
+        {"properties": {"a": {"minimum": 0.5, "exclusiveMinimum": True, "contains": {}}}},
+        {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/x~1y"}}, "$defs": {"x/y": {}}},
+        {"properties": {"a": {"enum": [{"type": "no"}], "default": {"type": "no"}}}},
+        {"properties": {"a": {"pattern": "(?<=x)y", "format": "odd", "x-mine": 3}}},
+    ],
+)
+def test_parameters_that_are_schemas(schema: Any) -> None:
+    assert tools.take({"tools": [function("f", schema)]}) is not None
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -203,9 +275,11 @@ def test_choices() -> None:
         {"type": "allowed_tools", "allowed_tools": some},
         {"type": "allowed_tools", **some},
     ):
-        found = tools.take({"tools": GIVEN, "tool_choice": choice})
+        conversation = {"tools": GIVEN, "tool_choice": choice}
+        found = tools.take(conversation)
         assert found is not None and found.required
         assert [tool.name for tool in found.tools] == ["now"]
+        assert conversation == {"tools": GIVEN[1:]}
 
 
 def test_calls_in_no_known_format() -> None:
