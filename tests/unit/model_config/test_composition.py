@@ -17,7 +17,7 @@ FIRST = "sequence_batching.state[0].initial_state[0]"
 
 
 def at(text: str, what: str) -> str:
-    """Return `text` with its only caret moved before `what`."""
+    """Return `text` with its only mark, "@", moved before `what`."""
     return text.replace("@", "").replace(what, "@" + what, 1)
 
 
