@@ -40,9 +40,9 @@ _GENERATION = _EVERY | _names(
     "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens priority "
-    "response_format structured_outputs lora_name guided_json guided_regex guided_choice guided_grammar "
+    "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
     # The last line has alternative names.
-    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
+    "guided_grammar guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION = _names(
