@@ -1,4 +1,4 @@
-"""Chat templates: what a request asks of a template is used or refused."""
+"""Chat templates: template variables of a request are either used or rejected."""
 
 import json
 from typing import Any

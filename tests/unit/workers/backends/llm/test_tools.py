@@ -1,4 +1,4 @@
-"""Tools of requests, and grammars that enforce their calls."""
+"""Tools of requests, and the grammars that enforce calls of them."""
 
 import json
 import random
@@ -42,7 +42,7 @@ MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
 
 
 def function(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
-    """A tool as OpenAI's API has it."""
+    """Return a tool in the format of OpenAI's API."""
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
@@ -50,7 +50,7 @@ GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 
 
 def tokenizer(*special: str) -> Tokenizer:
-    """A tokenizer with added tokens, half of which are special."""
+    """Return a tokenizer with added tokens, half of which are special."""
     made = Tokenizer.from_str(tokenizer_text())
     for memory_range, each in enumerate(special):
         made.add_tokens([AddedToken(each, special=memory_range % 2 == 0, normalized=False)])
@@ -65,7 +65,7 @@ def grammar(
     prompt: str = "",
     **choice: Any,
 ) -> tuple[Any, Any]:
-    """The matcher of a request's grammar, and the format of its messages."""
+    """Return the matcher of a request's grammar, and the format of its messages."""
     request = tools.take({"tools": given, **choice})
     formats = tools.MessageFormats(family, reasoning, made)
     found = formats.format(request, prompt)
@@ -80,7 +80,7 @@ def grammar(
 
 
 def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) -> str:
-    """A random text of a grammar; "" if it is longer than so many tokens."""
+    """Return a random text of a grammar, or "" if it is longer than `most` tokens."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < most:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
