@@ -47,6 +47,7 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
     """Remove the choice of tools from a conversation, and return the request for them.
 
     With the choice "none", the tools are removed, too. With allowed tools, the others are removed.
+    A named function is called once.
 
     Raises:
         InvalidArgument: The tools or the choice are invalid.
@@ -69,7 +70,8 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         conversation["tools"] = [each for each in given if each["function"]["name"] in names]
     chosen = tuple(tool for tool in tools if not names or tool.name in names)
-    return ToolRequest(chosen, mode == "required", parallel is not False)
+    is_named = isinstance(choice, dict) and choice["type"] == "function"
+    return ToolRequest(chosen, mode == "required", parallel is not False and not is_named)
 
 
 def _check(field: str, value: Any, kind: type[Any], allowed: str) -> None:

@@ -123,7 +123,8 @@ def test_required_calls_always_parse_and_validate(family: str, special: tuple[st
 def test_one_named_call(family: str) -> None:
     made, draw = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
-    matcher, found = grammar(family, made, tool_choice=choice, parallel_tool_calls=False)
+    matcher, found = grammar(family, made, tool_choice=choice)
+    assert not found.parallel
     assert calls_of(said(matcher, made, draw), found) == ("", [("now", {})])
 
 
