@@ -1,4 +1,4 @@
-"""Calls that wait for each other fail at once, and those of a lost client are cancelled."""
+"""Calls in a cycle fail at once, and calls of a disconnected client are cancelled."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,7 +190,7 @@ def is_busy(server: Server, model: str) -> bool:
 def test_two_requests_that_wait_for_each_other_end_at_a_deadline(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
-    """Each of them holds the only instance that the other one calls."""
+    """Each request occupies the only instance that the other one calls."""
     waits = WAITING + ENDS.replace(
         "            return resp", "            wait()\n            return resp"
     )
