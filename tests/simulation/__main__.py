@@ -1,6 +1,8 @@
-"""`python -m tests.simulation [--lifecycle] [--seeds N] [--first SEED] [--seconds S]`: run seeds
-(of the schedulers, or of the lifecycle of models); the first that breaks a rule is shown with its
-last 200 events."""
+"""`python -m tests.simulation [--lifecycle] [--seeds N] [--first SEED] [--seconds S]`: run seeds.
+
+Simulates the schedulers, or with `--lifecycle` the lifecycle of models. For the first seed that
+breaks a rule, the last 200 events are printed.
+"""
 
 import argparse
 import logging
@@ -14,7 +16,7 @@ from tests.simulation.world import TRACED
 
 
 def main() -> int:
-    """Exit status 1 where a rule was broken."""
+    """Run the simulation; return 1 if a rule was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)

@@ -1,4 +1,6 @@
-"""A simulated client: a gateway, which submits, cancels, reads, stops reading, and vanishes."""
+"""A simulated client, like a gateway: it submits and cancels requests, reads responses, and
+exits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.support.messages import inferred_of
 
 
 class ClientRequest(InflightRequest):
-    """A request in the client's table: the ledger's, and the block that its input is in."""
+    """An in-flight request of a client, with its ledger entry and the block of its input."""
 
     __slots__ = ("client", "credited", "memory_range", "read", "request", "window")
 
@@ -106,8 +108,10 @@ class ClientLinks:
 
 
 class Client(Process):
-    """A process that submits requests to whatever endpoint its models have. `slow`: it takes its
-    time to read responses and to give their memory back."""
+    """A process that submits requests to the endpoints of its models.
+
+    With `slow`, it reads responses and releases their memory late.
+    """
 
     def __init__(
         self,
@@ -148,13 +152,13 @@ class Client(Process):
                     self._lost(message.endpoint, message.successor)
 
     def _lost(self, endpoint: str, successor: str) -> None:
-        """As the gateways' `GatewaySchedulers.fail_over`."""
+        """Handle the loss of a scheduler, like `GatewaySchedulers.fail_over`."""
         if endpoint in self._links.links and endpoint not in self.schedulers.successors:
             self.schedulers.successors.add(endpoint, successor)
             self.schedulers.lost(endpoint)
 
     def from_scheduler(self, endpoint: str, messages: list[Any]) -> None:
-        """Take what the scheduler at `endpoint` says, which must be of a request there."""
+        """Handle messages of the scheduler at `endpoint`; each must belong to a request there."""
         for message in messages:
             self.check(endpoint, message)
             self.schedulers.take(endpoint, message)
@@ -189,7 +193,7 @@ class Client(Process):
         flags: int = 0,
         correlation_id: int = 0,
     ) -> ClientRequest | None:
-        """Submit a request; None where its model does not serve, or its arena is full."""
+        """Submit a request. Return None if its model is not served, or if the arena is full."""
         endpoint = self.schedulers.successors.latest(endpoint or self.endpoints.get(model.name, ""))
         if not endpoint or not self.alive:
             return None
@@ -231,7 +235,7 @@ class Client(Process):
         return pending
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a request, whose response is no longer awaited."""
         if not self.alive or pending.request.ending is not None or pending.request.cancelled:
             return
         self.world.fault("cancel", pending.request.uid)
@@ -264,7 +268,7 @@ class Client(Process):
             self.schedulers.credit(pending, credit)
 
     def _check(self, request: Request, message: Any, count: int) -> None:
-        """A response is made of its request's own input, and by one version."""
+        """Check that a response was made of its request's own input, and by one version."""
         contents: dict[str, bytes] = {}
         for tensor in inferred_of(message).outputs:
             data = tensor.data

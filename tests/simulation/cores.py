@@ -1,4 +1,7 @@
-"""The one place that makes the cores under test and knows what is inside them."""
+"""The construction and inspection of the cores under test.
+
+No other module of the simulation depends on their internals.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,10 @@ _STATIC = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "S
 
 
 class Scheduler:
-    """A scheduler as its process hosts it: the front and, behind it, the core of a model version;
-    `outboxes` to clients, to workers or steps, and to the supervisor."""
+    """A scheduler like in its process: the front, and behind it the core of a model version.
+
+    `outboxes` lead to clients, to workers or steps, and to the supervisor.
+    """
 
     def __init__(
         self,
@@ -110,19 +115,19 @@ class Scheduler:
 
     @property
     def instances(self) -> dict[str, int]:
-        """The number of its instances in each state."""
+        """Return the number of instances by state."""
         found: dict[str, int] = self._core.gauges()["instances"]
         return found
 
     @property
     def used_blocks(self) -> int:
-        """The blocks of its engines that sequences have, those of the host among them."""
+        """Return the number of blocks that sequences hold, including blocks on the host."""
         blocks = self._core.gauges().get("generation", {}).get("blocks", {})
         return int(blocks.get("used", 0) + blocks.get("host", 0))
 
 
 def _check_stopped(dispatch: Any) -> None:
-    """Raise Violation for a text that ends with "stop" and lacks the token that ends it."""
+    """Raise Violation if a text ended with "stop" but lacks the token that ends it."""
     record = dispatch._on_sequence_end
 
     def checked(sequence: Sequence[Any], why: str) -> None:
@@ -135,7 +140,7 @@ def _check_stopped(dispatch: Any) -> None:
 
 
 class _Held:
-    """A simulated arena that an ensemble holds: it stays, whatever becomes of its owner."""
+    """A simulated arena that an ensemble holds, so that it survives its owner."""
 
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
@@ -144,7 +149,7 @@ class _Held:
         self.gone = False
 
     def close(self) -> None:
-        """It is not used any more."""
+        """Release the arena."""
 
 
 class _EnsembleMemory(EnsembleMemory):
@@ -158,15 +163,16 @@ class _EnsembleMemory(EnsembleMemory):
 
 
 def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
-    """What a process lends, of a simulated arena."""
+    """Return the lent memory of a process, based on a simulated arena."""
     lent = LentMemory(model.arena_byte_size)
     lent._arena = memory.arena(process, model.arena_byte_size)  # type: ignore[assignment]
     return lent
 
 
 def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
-    """Every container that a scheduler has: where it is, how many things are in it, and the most
-    that may be left there when nothing is in flight."""
+    """Yield each container of a scheduler: its path, its length, and the maximum length when
+    idle.
+    """
     seen: set[int] = set()
     stack: list[Any] = [scheduler.front]
     while stack:

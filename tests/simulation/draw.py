@@ -1,4 +1,4 @@
-"""What a seed draws: models, and the requests that clients make of them."""
+"""The models of a run, and their requests, drawn from a seed."""
 
 import json
 from dataclasses import replace
@@ -20,14 +20,14 @@ def draw_models(random: Random) -> list[Model]:
 
 
 def share_process(models: list[Model]) -> None:
-    """Have an ensemble scheduled in one process with its steps."""
+    """Schedule an ensemble in one process with its steps."""
     for model in models:
         for each in (model, *model.steps) if model.steps else ():
             each.group = model.name
 
 
 def fix_sizes(models: list[Model], byte_size: int) -> None:
-    """Give the tensors of an ensemble fixed sizes: then they lie in its own memory."""
+    """Give the tensors of an ensemble fixed sizes, so that they are in its own memory."""
     for model in models:
         if model.steps and not model.decoupled and model.condition < 0:
             model.input_byte_size = byte_size
@@ -41,7 +41,7 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
 
 
 def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
-    """Inputs and outputs of these sizes."""
+    """Return inputs and outputs of these sizes."""
     inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), in_sizes, strict=False)]
     outputs = [{**OUT, "dims": [out_size]}, {**WHO, "dims": [len("000")]}]
     return {"input": inputs, "output": outputs}
@@ -183,7 +183,7 @@ def _limited(random: Random, name: str) -> Model:
 
 
 def generative(random: Random, name: str) -> Model:
-    """A model that generates text."""
+    """Draw a model that generates text."""
     speculation = {"enabled": True, "adaptive_length": random.random() < 0.5}
     block_size = random.choice((1, 4))
     settings = {
@@ -218,8 +218,11 @@ def _step(random: Random, name: str) -> Model:
 
 
 def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
-    """A chain, where each step reads what the one before it has made, or a diamond, where the last
-    joins what the two before it have; a step may be decoupled, and a later one have a condition."""
+    """Draw an ensemble: a chain or a diamond.
+
+    In a chain, each step reads the output of the step before it. In a diamond, the last step joins
+    the outputs of two steps. A step may be decoupled, and a later step may have a condition.
+    """
     last = len(steps) - 1
     inputs = [{"IN": f"T{number - 1}" if number else "IN"} for number in range(last + 1)]
     if last >= 2 and random.random() < 0.5:
@@ -260,7 +263,7 @@ def _make_decoupled(random: Random, ensemble: Model, step: Model) -> None:
 
 
 def _set_condition(random: Random, ensemble: Model, number: int) -> None:
-    """A step runs if the client, or the first step, says so."""
+    """Give a step a condition, set by the client or by the first step."""
     ensemble.condition = number
     ensemble.config["parameters"][f"step[{number}].condition"] = {"string_value": "GO"}
     first = ensemble.steps[0]

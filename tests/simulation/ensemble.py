@@ -1,4 +1,6 @@
-"""A simulated ensemble's process: the real core, which is a client of its steps' schedulers."""
+"""The simulated process of an ensemble: the real core, which is a client of its steps'
+schedulers.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from tests.simulation.world import Link
 
 
 class StepLinks:
-    """The links of an ensemble to its steps' schedulers, `hosts` by endpoint; those in its own
-    process are called."""
+    """The links of an ensemble to its steps' schedulers; those in its own process are called
+    directly.
+
+    `hosts` contains the schedulers by endpoint.
+    """
 
     def __init__(self, process: SchedulerProcess, take: Callable[[str, Any], None]) -> None:
         self._process = process

@@ -1,11 +1,10 @@
-"""`python -m tests.simulation.generative [--seconds S] [--first SEED]`: the engine of text
-generation by random schedules, with histories in the place of keys and values.
+"""`python -m tests.simulation.generative [--seconds S] [--first SEED]`: simulate the text engine.
 
-A seed draws an engine's settings, and requests that come, are cancelled, end by their text, or go
-on with what another instance had. Each sample is to have the tokens that it has alone; nothing is
-read but the sequence's own history; after each step the references are those of the tables. An
-operation is a request that comes or goes, a row, or a block that is allocated, shared, copied or
-released.
+Random schedules run with token histories instead of keys and values. A seed draws the settings of
+an engine and its requests, which arrive, are cancelled, end by their text, or continue those of
+another instance. Each sample must have the tokens that it has when it runs alone, and read only its
+own history. After each step the reference counts must match the block tables. An operation is the
+arrival or end of a request, a row, or the allocation, sharing, copying or release of a block.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ MS = 1_000_000
 
 
 class CountedPool(BlockPool):
-    """Counts what is done with its blocks."""
+    """A block pool that counts its operations."""
 
     operations = 0
 
     def allocate(self, wanted: int, after: int = -1) -> list[int]:
-        """As `BlockPool` says; what it gives was nobody's."""
+        """Allocate blocks, and check that none of them was in use."""
         self.operations += wanted
         before = self.references[:]
         found = super().allocate(wanted, after)
@@ -69,8 +68,11 @@ class CountedPool(BlockPool):
 
 @dataclass
 class EngineRig:
-    """An engine with its worker, and what became of its requests: by key and sample its tokens and
-    why it ended, by key what a beam search has `found`."""
+    """An engine with its worker, and the results of its requests.
+
+    `ended` contains the tokens and the end reason by key and sample; `found` contains the results
+    of beam searches by key.
+    """
 
     settings: EngineSettings
     proposals: int = 1
@@ -104,7 +106,7 @@ class EngineRig:
 
     @property
     def operations(self) -> int:
-        """So many were done, of those that the module's text names."""
+        """Return the number of operations, as defined in the module's docstring."""
         requests = len(self.generations) + len(self.ended) + len(self.found)
         return requests + self.rows + sum(pool.operations for pool in self.pools)
 
@@ -115,7 +117,7 @@ class EngineRig:
         resumed: dict[int, array[int]] | None = None,
         **more: Any,
     ) -> Generation[None] | None:
-        """A request comes; None: it can never run."""
+        """Submit a request; return None if it can never run."""
         key = len(self.generations) + 1
         generation: Generation[None] = Generation(
             None, key, self.now_ns, array("i", prompt), max_tokens, **more
@@ -133,7 +135,7 @@ class EngineRig:
         return generation
 
     def plan(self) -> bool:
-        """A step begins, if there is one; who is live gets on."""
+        """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
         before = {each: each.status for each in self.engine._live.values()}
         step = self._step = self.engine.plan(self.now_ns)
@@ -154,7 +156,9 @@ class EngineRig:
         return True
 
     def _nobody_for_another(self, before: dict[Sequence[None], SequenceStatus], step: Step) -> None:
-        """A step that has preempted has admitted nobody, unless nobody else gets on."""
+        """Check that a step that preempts a sequence admits no other, unless nothing else could
+        run.
+        """
         changes = [(was, each) for each, was in before.items() if each.status is not was]
         preempted = any(was is SequenceStatus.RUNNING for was, _ in changes)
         admitted = any(each.status is SequenceStatus.RUNNING for _, each in changes)
@@ -162,21 +166,21 @@ class EngineRig:
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
     def done(self) -> None:
-        """The step that runs ends."""
+        """Complete the running step."""
         assert self._step is not None
         self.rows += len(self._step.rows)
         self.engine.done(self.worker.step(self._step))
         self.check()
 
     def turn(self) -> bool:
-        """A step, if there is one."""
+        """Run a step, if there is one; return whether there was one."""
         if not self.plan():
             return False
         self.done()
         return True
 
     def check(self) -> None:
-        """Nothing is lost, and counts are those of the tables."""
+        """Check that no block is lost and that the counts match the tables."""
         live = list(self.engine._live.values())
         for pool, tables in (
             (self.engine.pool, [each.table for each in live]),
@@ -199,7 +203,7 @@ class EngineRig:
             assert each.status is not SequenceStatus.SWAPPED or not (each.held or each.table)
 
     def drain(self, most: int = 20_000) -> None:
-        """Steps until nothing is left to do."""
+        """Run steps until all requests have ended."""
         for _ in range(most):
             if not self.turn():
                 break
@@ -210,12 +214,12 @@ class EngineRig:
         assert not self.worker.known
 
     def emptied(self) -> None:
-        """With the cache given up, all blocks are one extent again."""
+        """Check that all blocks form one free extent once the cache is evicted."""
         for pool in self.pools:
             assert pool.allocate(pool.count) == list(range(pool.count))
 
     def verify(self, generation: Generation[None], samples: Iterable[int]) -> None:
-        """What has ended of a request is what it comes to alone."""
+        """Check that each ended sample has the tokens that it has when it runs alone."""
         if generation.beams is not None:
             assert self.found[generation.key] == searched(generation)
             return
@@ -225,7 +229,7 @@ class EngineRig:
 
 
 def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
-    """A beam search as the rules of transformers have it, without blocks."""
+    """Return the result of a beam search by the rules of transformers, without blocks."""
     search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
@@ -276,14 +280,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def engine_settings(**given: Any) -> EngineSettings:
-    """Small ones, with what is given."""
+    """Return the settings of a small engine."""
     small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
     return EngineSettings.of({**small, **budgets, **given})
 
 
 class Schedule:
-    """What a seed draws: an engine, and what happens to it."""
+    """The engine and the events of a seed."""
 
     def __init__(self, seed: int) -> None:
         draw = self._draw = random.Random(seed)
@@ -303,7 +307,7 @@ class Schedule:
         self._stopped: set[tuple[int, int]] = set()
 
     def run(self, requests: int = 60) -> None:
-        """Let so many requests come, and look at what became of each. Raises AssertionError."""
+        """Run a number of requests and check the result of each. Raises AssertionError."""
         rig, draw = self.rig, self._draw
         while requests or rig.engine.live:
             if requests and draw.random() < 0.6:
@@ -339,7 +343,7 @@ class Schedule:
             self._samples[generation.key] = set(range(generation.samples))
 
     def _meddle(self) -> None:
-        """Something happens from outside, perhaps while a step runs."""
+        """Cause an external event, possibly during a step."""
         if self._draw.random() < 0.1:
             live = list(self.rig.engine._live.values())
             if live:
@@ -359,7 +363,7 @@ class Schedule:
         self._stopped.add((generation.key, sequence.sample))
 
     def _verify_stopped(self) -> None:
-        """What has ended by its text has the tokens that were sampled by then."""
+        """Check that a sample ended by its text has the tokens sampled until then."""
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
@@ -368,7 +372,7 @@ class Schedule:
             assert why == "stop" or (tokens, why) == (wanted, over)
 
     def _move(self, sequence: Sequence[None]) -> None:
-        """Its request goes on, with the tokens that it has, as one of an instance that died."""
+        """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
         had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
         over = sum((generation.key, each) in self.rig.ended for each in range(generation.samples))
@@ -384,7 +388,7 @@ class Schedule:
 
 
 def main() -> int:
-    """Exit status 1 where a rule was broken."""
+    """Run the simulation; return 1 if a rule was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.generative")
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time [60]")
     parser.add_argument("--first", type=int, default=0, help="the first seed [0]")

@@ -1,5 +1,7 @@
-"""A simulated worker of a generative model: histories in the place of keys and values, and texts in
-a thread of their own."""
+"""A simulated worker of a generative model: token histories replace keys and values.
+
+Texts are produced in a thread of their own.
+"""
 
 from array import array
 from collections import deque
@@ -20,7 +22,9 @@ from tests.support.generative_worker import GenerativeWorker
 
 
 class Sample:
-    """The text of a sample: `pieces` of its tokens have left; it is `open` until its end has."""
+    """The text of a sample: `pieces` of its tokens were sent; it is `open` until its end was
+    sent.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -29,8 +33,9 @@ class Sample:
         self.open = True
 
     def add(self, tokens: list[int], over: str) -> bool:
-        """Another few tokens, and why the sequence has ended, if it has; whether its text has ended
-        it."""
+        """Append tokens and, if the sequence has ended, the reason; return whether its text has
+        ended it.
+        """
         for memory_range, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token == STOP:
@@ -41,7 +46,7 @@ class Sample:
 
 
 class Answer(Stream):
-    """A request with its samples; a beam search has them in the end."""
+    """A request with its samples. The samples of a beam search are known only at its end."""
 
     def __init__(self, work: m.Work, content: bytes, wanted: Asked) -> None:
         super().__init__(work, 0)
@@ -50,12 +55,14 @@ class Answer(Stream):
         self.samples = [Sample() for _ in range(wanted.samples * (wanted.search is None))]
 
     def credit(self, responses: int) -> None:
-        """Open the window again; the responses may be those of the worker before."""
+        """Return credit for responses, which may be those of the previous worker."""
         self.window.read(responses)
 
 
 class Generator(Worker):
-    """An instance of a generative model: one step at a time, and beside it one text at a time."""
+    """An instance of a generative model, which runs one step at a time, and one text job beside
+    it.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -108,7 +115,7 @@ class Generator(Worker):
         self.world.after(self.world.between(US, 300 * US), self._hand_over, step, done)
 
     def _hand_over(self, step: g.Step, done: g.Stepped) -> None:
-        """The scheduler hears of a step; a text may have left before."""
+        """Send the result of a step to the scheduler. A text may have been sent before."""
         if self.alive and self._running is step:
             self._post(done)
             self._running = None
@@ -206,7 +213,7 @@ class Generator(Worker):
         self._put(self._tell_news, key)
 
     def _tell_news(self, key: int) -> None:
-        """Tell what there is, as far as the client takes it."""
+        """Send the new text of a request, as far as the client's credit permits."""
         answer = self._streams.get(key)
         if not isinstance(answer, Answer):
             return
@@ -238,7 +245,7 @@ class Generator(Worker):
             self._end(answer, "UNAVAILABLE")
 
     def _send_response(self, answer: Answer, samples: list[Sample]) -> None:
-        """Send a response with these."""
+        """Send a response with the new text of these samples."""
         answer.waits_since_ns = 0
         pieces: list[bytes] = []
         for sample in samples:

@@ -1,7 +1,7 @@
-"""Simulated shared memory: arenas whose every block has an owner and a reader.
+"""Simulated shared memory: arenas in which each block has an owner and a reader.
 
-The allocator is the real one. Bytes are kept by block, so that a read of what was freed, a second
-release and a leak are seen at once, and not by luck.
+The allocator is the real one. The bytes are stored by block, so that a use after free, a double
+release and a leak are always detected.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from tests.simulation.world import Process, Violation
 
 
 class SimulatedMemory:
-    """All arenas of the world, by the id of their memory. Once `ensembles_died`, the last requests
-    of one may be of memory that workers have taken back with its end: nobody waits for them."""
+    """All arenas of the world by the id of their memory.
+
+    After an ensemble has died (`ensembles_died`), its last requests may refer to memory that
+    workers have freed; their results are not awaited.
+    """
 
     def __init__(self) -> None:
         self.ensembles_died = False
@@ -29,7 +32,7 @@ class SimulatedMemory:
         return arena
 
     def read(self, memory_range: Range, who: object) -> bytes:
-        """The bytes at a place. Raises Violation where they are nobody's any more."""
+        """Return the bytes of a range; raise Violation if it is not allocated."""
         arena = self._arenas[memory_range.memory.id]
         data = arena.blocks.get(memory_range.offset)
         if data is None and not arena.owner.alive:
@@ -39,14 +42,14 @@ class SimulatedMemory:
         return bytes(data[: memory_range.byte_size])
 
     def write(self, memory_range: Range, data: bytes, who: object) -> None:
-        """Write at a place. Raises Violation where it is nobody's any more."""
+        """Write to a range; raise Violation if it is not allocated."""
         arena = self._arenas[memory_range.memory.id]
         if arena.owner.alive and memory_range.offset not in arena.blocks:
             raise Violation(f"{who} writes freed memory of {arena.owner} at {memory_range.offset}")
         arena.blocks[memory_range.offset][: len(data)] = data
 
     def leaks(self) -> list[str]:
-        """Blocks of living processes that are allocated."""
+        """Return the allocated blocks of live processes."""
         return [
             f"{arena.owner} at {offset}"
             for arena in self._arenas.values()
@@ -65,18 +68,20 @@ class SimulatedMemory:
         return memoryview(self.read(memory_range, "a scheduler"))
 
     def drop_process(self, pid: int) -> None:
-        """As `Mappings.drop_process`: nothing is mapped here."""
+        """Do nothing, because nothing is mapped."""
 
     def drop(self, memory_id: int) -> None:
-        """As `Mappings.drop`."""
+        """Do nothing, because nothing is mapped."""
 
     def drop_all(self) -> None:
-        """As `Mappings.drop_all`."""
+        """Do nothing, because nothing is mapped."""
 
 
 class SimulatedArena:
-    """As `ipc.memory.arena.Arena`, without an object: `blocks` has the bytes of each, by offset.
-    While it is `full` nothing can be allocated."""
+    """A fake of `ipc.memory.arena.Arena` without an object.
+
+    `blocks` contains the bytes by offset. While the arena is `full`, every allocation fails.
+    """
 
     def __init__(self, number: int, owner: Process, capacity: int) -> None:
         self.owner = owner
@@ -87,11 +92,11 @@ class SimulatedArena:
 
     @property
     def used(self) -> int:
-        """Bytes allocated now."""
+        """Return the number of allocated bytes."""
         return self._list.used
 
     def allocate(self, byte_size: int) -> Range:
-        """A block; raises Unavailable when the arena is full."""
+        """Allocate a block; raise Unavailable if the arena is full."""
         offset = None if self.full else self._list.allocate(byte_size)
         if offset is None:
             raise Unavailable("server memory for tensors is full")
@@ -99,20 +104,20 @@ class SimulatedArena:
         return Range(self.memory, offset, byte_size)
 
     def view(self, memory_range: Range) -> memoryview:
-        """The bytes of a place of this arena, writable."""
+        """Return a writable view of a range."""
         return memoryview(self.blocks[memory_range.offset])[: memory_range.byte_size]
 
     def memory_range(self, data: bytes) -> Range:
-        """A block with these bytes."""
+        """Allocate a block with these bytes."""
         memory_range = self.allocate(len(data))
         self.blocks[memory_range.offset][:] = data
         return memory_range
 
     def free(self, offset: int) -> None:
-        """Take a block back. Raises Violation for one that is free already."""
+        """Free a block; raise Violation if it is free already."""
         if not self._list.free(offset):
             raise Violation(f"{self.owner} frees {offset} of its arena twice")
         del self.blocks[offset]
 
     def close(self) -> None:
-        """As `Arena.close`."""
+        pass

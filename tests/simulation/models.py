@@ -1,8 +1,8 @@
-"""The models of a simulated server: what each is configured as, and what its responses must be.
+"""The models of a simulated server: their configurations and their expected responses.
 
-A model from IN to OUT and WHO: OUT is IN with the model's name and version behind it, so that a
-response shows whose input it was made of and by what, also behind several steps. WHO is the version
-alone: all outputs of a response are of one.
+A model has the input IN and the outputs OUT and WHO. OUT is IN followed by the model's name and
+version, so that a response shows its input and the models that processed it, even behind several
+steps. WHO is the version alone: all outputs of a response come from one version.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ WHO = {"name": "WHO", "data_type": "TYPE_UINT8", "dims": [-1]}
 
 @dataclass
 class Model:
-    """A model: its normalised `config`, and how its workers behave.
+    """A model: its normalised `config`, and the behaviour of its workers.
 
-    `compute_us`: the least and the most that a batch takes; `large`: its outputs lie in the arena
-    of its worker; `errs`: how likely it is to fail a request; `most_responses` of a decoupled one.
-    A model that `joins` reads IN2, too, if it is there; one that `gates` gives GO, a condition. The
-    step of an ensemble with the number `condition` has one; -1: none has. Models of one `group` are
-    scheduled in one process. `input_byte_size`: that of each request of an ensemble whose tensors
-    have fixed sizes.
+    Attributes:
+        compute_us: The minimum and maximum duration of a batch.
+        large: Whether outputs are in the arena of the worker.
+        errs: The probability that a request fails.
+        most_responses: The maximum number of responses of a decoupled model.
+        joins: Whether the model reads IN2, too, if it is present.
+        gates: Whether the model returns GO, a condition.
+        condition: The index of the conditional step of an ensemble; -1 for none.
+        group: Models of one group are scheduled in one process.
+        input_byte_size: The input size of each request of an ensemble with fixed tensor sizes.
     """
 
     name: str
@@ -59,7 +63,7 @@ class Model:
         return int(self.config["max_batch_size"])
 
     def fit(self, schema: bytes) -> BatchFit:
-        """Return how requests of a schema batch: as its client has drawn, else as it is."""
+        """Return how requests of a schema are batched: the drawn value, or the real one."""
         own = RequestSchema(schema).parameters.get(self.name)
         return self._signature.fit(schema) if own is None else BatchFit(*own)
 
@@ -69,66 +73,69 @@ class Model:
 
     @property
     def sequences(self) -> bool:
-        """Whether its requests belong to sequences."""
+        """Return whether requests belong to sequences."""
         return "sequence_batching" in self.config
 
     @property
     def iterative(self) -> bool:
-        """Whether each of its requests is a sequence, which it asks for again and again."""
+        """Return whether each request is a sequence that the model reschedules."""
         return bool((self.config.get("sequence_batching") or {}).get("iterative_sequence"))
 
     @property
     def generative(self) -> bool:
-        """Whether it generates text."""
+        """Return whether the model generates text."""
         return bool(self.config.get("backend") == GENERATIVE)
 
     @staticmethod
     def rounds(content: bytes) -> int:
-        """How often an iterative one runs a request with this input."""
+        """Return how often an iterative model executes a request with this input."""
         return 1 + content[-1] % 4
 
     @property
     def decoupled(self) -> bool:
-        """Whether it gives any number of responses."""
+        """Return whether a request may have any number of responses."""
         policy = self.config.get("model_transaction_policy") or {}
         return bool(policy.get("decoupled"))
 
     @property
     def ordered(self) -> bool:
-        """Whether its responses come in the order of the requests."""
+        """Return whether responses are sent in the order of the requests."""
         dynamic = self.config.get("dynamic_batching") or {}
         return bool(dynamic.get("preserve_ordering"))
 
     @property
     def limited(self) -> bool:
-        """Whether its instances execute with a ticket only."""
+        """Return whether instances execute only with a ticket."""
         return self.limits.rate_limited
 
     @cached_property
     def padding(self) -> Padding | None:
-        """Which of its requests of unequal lengths may share a batch; None: none."""
+        """Return the padding rules, or None if requests of different lengths do not share a
+        batch.
+        """
         return ModelSpec.of(self.config).padding
 
     @property
     def cache_byte_size(self) -> int:
-        """What its response cache may have; 0: it has none."""
+        """Return the size of the response cache, or 0 without a cache."""
         return int((self.config.get("response_cache") or {}).get("byte_size", 0))
 
     @property
     def maps(self) -> list[dict[str, Any]]:
-        """The tensors of each step, as its configuration has them."""
+        """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
         found: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
         return found
 
     @staticmethod
     def goes(content: bytes) -> bool:
-        """Whether the step runs that has a condition, for a request with this input."""
+        """Return whether the conditional step runs for a request with this input."""
         return bool(content.rstrip(b"_")[-1] % 2)
 
     def lacks(self, content: bytes) -> set[int]:
-        """The steps that do not run for a request with this input: who has the condition, and who
-        needs what such a one makes."""
+        """Return the steps that do not run for this input: the conditional step and its
+        dependents.
+        """
         if self.condition < 0 or self.goes(content):
             return set()
         found = {self.condition}
@@ -140,17 +147,19 @@ class Model:
 
     @property
     def needs(self) -> list[str]:
-        """The inputs that it cannot do without."""
+        """Return the required inputs."""
         return [each["name"] for each in self.config["input"] if not each.get("optional")]
 
     def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
-        """OUT and WHO of a version for an input; for two, these are `joined`."""
+        """Return OUT and WHO of a version for an input; two inputs must be `joined` first."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
     def source(self, out: bytes, who: bytes) -> bytes | None:
-        """What OUT is made of, where a version or, of an ensemble, one of each step made it; behind
-        it which response of a decoupled step it has come of. None: it is no response of this
-        model."""
+        """Return the input of OUT, or None if OUT is no valid response of this model.
+
+        The input is followed by the index of the response of a decoupled step from which OUT
+        results.
+        """
         values = {"OUT": out}
         which = b""
         for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
@@ -176,7 +185,7 @@ _ALONE = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", 
 
 
 def joined(one: bytes, other: bytes) -> bytes:
-    """Two inputs as one; the second may be missing."""
+    """Return two inputs as one; the second may be missing."""
     return b"[%s&%s]" % (one, other)
 
 

@@ -1,10 +1,8 @@
-"""`python -m tests.simulation.mutants [NAME ...]`: defects put into the cores one by one, each in a
-copy of the tree, to see that the simulation finds it within a minute.
+"""`python -m tests.simulation.mutants [NAME ...]`: check that the simulation finds defects.
 
-A mutant, one of those in `mutants.txt` (for the lifecycle's core: of that in `lifecycle/`), is a
-text that stands once in the code under test, in whatever file by now, and what it becomes. One
-whose text is not there any more, or more than once, is stale: it is listed, and counts as a
-failure.
+Each mutant of `mutants.txt` (and `lifecycle/mutants.txt`) replaces a text in the code under test,
+in a copy of the tree. The simulation must find the defect within a minute. A mutant whose text does
+not occur exactly once is stale: it is listed and counts as a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
 
 
 class Mutant(NamedTuple):
-    """A defect: `old` becomes `new`, which the simulation with these flags is to find."""
+    """A defect: `old` is replaced by `new`. The simulation with these flags must find it."""
 
     name: str
     old: str
@@ -44,7 +42,7 @@ class Mutant(NamedTuple):
 
 
 def read() -> list[Mutant]:
-    """Those of the lists: of each its name, and the lines before (-) and after (+)."""
+    """Return the mutants of the lists; a block has a name, and lines before (-) and after (+)."""
     found: list[Mutant] = []
     for path, flags in _LISTS.items():
         for block in re.split("^== ", (HERE / path).read_text(), flags=re.MULTILINE)[1:]:
@@ -55,7 +53,7 @@ def read() -> list[Mutant]:
 
 
 def main() -> int:
-    """Exit status 1 where a mutant lives, or is stale."""
+    """Run mutants; return 1 if a mutant survives or is stale."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of those to try; none: all")
     arguments = parser.parse_args()
@@ -73,7 +71,7 @@ def main() -> int:
 
 
 def occurrences(mutant: Mutant) -> list[Path]:
-    """The files that have its text, each as often as it does: one, unless it is stale."""
+    """Return the files that contain the mutant's text, one entry per occurrence."""
     return [path for path, text in _code() for _ in range(text.count(mutant.old))]
 
 
@@ -87,7 +85,7 @@ def _code() -> list[tuple[Path, str]]:
 
 
 def _try(mutant: Mutant) -> str:
-    """What became of a mutant, in a word and how long that took."""
+    """Run a mutant; return the result in a word, and the duration."""
     found = occurrences(mutant)
     if len(found) != 1:
         print(f"stale   {mutant.name} (in {len(found)} places)", flush=True)

@@ -1,7 +1,7 @@
-"""What must hold, whatever happens: a ledger of all requests, and a trace of each scheduler.
+"""The invariants of a run: a ledger of all requests, and a trace of each scheduler.
 
-The ledger follows a request from its client to its end. The trace follows what one scheduler was
-told and has said, and knows from that alone what it may do next.
+The ledger follows a request from its client to its end. The trace derives the allowed actions of a
+scheduler from the messages that it has received and sent.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ MOST_BEGINNINGS = 3  # a generation may begin on this many workers, because work
 
 @dataclass(eq=False)
 class Request:
-    """A request as its client knows it. `content` is its input; of a sequence, it is number `step`,
-    behind those `before` it. `ending`: the message that it ended with; `freed`: nobody may read its
-    input any more. `expected` of a decoupled model: how many `responses` it is to have, where one
-    of them has said so. `unread`: its client takes no responses of it. `received`: see
-    `texts.problem`."""
+    """A request from the view of its client.
+
+    Attributes:
+        content: The input.
+        step: The index of the request in its sequence, after the requests `before`.
+        ending: The message that ended the request.
+        freed: Whether no process may read the input any more.
+        expected: The announced number of responses of a decoupled model.
+        responses: The number of received responses.
+        unread: Whether the client reads no responses.
+        received: See `texts.problem`.
+    """
 
     uid: str
     model: Model
@@ -51,8 +58,9 @@ class Request:
     client: Any = None
 
     def is_skipped(self, outputs: dict[str, bytes]) -> bool:
-        """Whether a response has no outputs, because of a condition; raises Violation where a step
-        has run that should not, or has not that should."""
+        """Return whether a condition skipped all outputs; raise Violation if the wrong steps
+        have run.
+        """
         model = self.model
         lacking = model.lacks(self.content)
         if bool(outputs) == (len(model.steps) - 1 in lacking):
@@ -67,8 +75,11 @@ class Request:
         return not outputs
 
     def expected_source(self, source: bytes, number: int) -> bytes:
-        """What the response with this number must be made of, if it is `source` of that; raises
-        Violation for a state that its sequence cannot have."""
+        """Return the expected input of the response with this number.
+
+        Raises:
+            Violation: The sequence cannot have the state in `source`.
+        """
         if self.model.generative:
             packed = source.rpartition(b"#")[2]
             problem = texts.problem(self.content, self.received, packed)
@@ -101,13 +112,15 @@ class Request:
         return self.content + b"".join(b"." + step for step in steps)
 
     def fail(self, text: str) -> None:
-        """Raise Violation about it."""
+        """Raise Violation about this request."""
         raise Violation(f"request {self.uid} of model '{self.model.name}': {text}")
 
 
 class Ledger:
-    """All requests of a run, by their uid. `unloaded`: the names of models that nobody has served
-    for a while."""
+    """All requests of a run by uid.
+
+    `unloaded` contains the models that were not served for a while.
+    """
 
     def __init__(self, world: World) -> None:
         self.requests: dict[str, Request] = {}
@@ -116,11 +129,11 @@ class Ledger:
         self._world = world
 
     def add(self, request: Request) -> None:
-        """A client is about to submit it."""
+        """Record a request that is about to be submitted."""
         self.requests[request.uid] = request
 
     def responded(self, request: Request, message: Any) -> None:
-        """Its client is told something; raises Violation after its end."""
+        """Record a message to the client; raise Violation if the request has ended before."""
         if request.ending is not None:
             request.fail(f"told {message} after it had ended with {request.ending}")
         if isinstance(message, m.Responded) and not message.final:
@@ -144,7 +157,7 @@ class Ledger:
 
     @staticmethod
     def _may_fail(request: Request, message: Any, kind: str) -> None:
-        """Whether there is a reason for a text to have failed."""
+        """Check that there is a reason for a generation to fail."""
         if not request.model.generative:
             return
         if kind == InvalidArgument.code and texts.asked(request.content).fits:
@@ -153,13 +166,13 @@ class Ledger:
             request.fail(f"told {message}, and its client takes them")
 
     def freed(self, request: Request) -> None:
-        """Its memory is its client's again."""
+        """Record that the client may reuse the memory of a request."""
         if request.freed:
             request.fail("its memory was given back twice")
         request.freed = True
 
     def check_complete(self) -> None:
-        """Decoupled models have given all responses to who has ended well."""
+        """Check that successful requests of decoupled models have all their responses."""
         for each in self.requests.values():
             well = isinstance(each.ending, m.Responded) and not each.ending.code
             if well and each.model.generative and each.client.alive and not each.unread:
@@ -170,7 +183,9 @@ class Ledger:
                 each.fail(f"has {each.responses} responses of {each.expected}")
 
     def open(self) -> list[Request]:
-        """Those of living clients whose memory is not back, or that somebody still waits for."""
+        """Return the requests of live clients that have not ended or whose memory is still in
+        use.
+        """
         return [
             each
             for each in self.requests.values()
@@ -181,8 +196,14 @@ class Ledger:
 
 @dataclass(eq=False)
 class Entry:
-    """A request at one scheduler. `at`: the worker that has it; `begun` so often, of which workers
-    `died` while they ran it; `ended`: its end was told, and only `Settled` is owed."""
+    """A request at one scheduler.
+
+    Attributes:
+        at: The worker that executes the request.
+        begun: The number of executions.
+        died: The number of workers that died during an execution.
+        ended: Whether the end was sent early, so that only `Settled` follows.
+    """
 
     peer: bytes
     submit: m.Submit
@@ -196,7 +217,7 @@ class Entry:
 
 @dataclass(eq=False)
 class SchedulerTrace:
-    """What a scheduler was told and has said. `counted` is what its counters must show."""
+    """The messages of a scheduler. `counted` contains the expected values of its counters."""
 
     world: World
     model: Model
@@ -219,7 +240,7 @@ class SchedulerTrace:
     # --- received messages ------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: Any) -> None:
-        """A client's message is about to be handled."""
+        """Record a client's message before the scheduler handles it."""
         key = (peer, getattr(message, "id", 0))
         if isinstance(message, m.Submit):
             if first_number(peer) in self.dead:
@@ -232,7 +253,7 @@ class SchedulerTrace:
             self.entries[key].cancelled = True
 
     def handled(self, peer: bytes, message: Any) -> None:
-        """It has been handled: a request that was not refused waits."""
+        """Record that a message was handled: an admitted request is queued."""
         entry = self.entries.get((peer, getattr(message, "id", 0)))
         if self.model.steps:
             return
@@ -240,7 +261,7 @@ class SchedulerTrace:
             self.waiting[entry.level][entry] = None
 
     def process_exited(self, pid: int) -> None:
-        """The supervisor's word that a process is gone has been handled."""
+        """Record that the scheduler has handled the notification of an exit."""
         self.dead.add(pid)
         for (peer, _), entry in list(self.entries.items()):
             if first_number(peer) == pid:
@@ -249,7 +270,7 @@ class SchedulerTrace:
                 self._forget(entry)
 
     def lost(self, peer: bytes) -> None:
-        """A worker is gone, with what it had."""
+        """Record that a worker has exited, with its requests."""
         running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
@@ -304,7 +325,7 @@ class SchedulerTrace:
             self._fail(f"a batch of {units} begins, of at most {self.model.batches}")
 
     def prepares(self, peer: bytes, message: generation.Prepare) -> None:
-        """A text begins, or goes on, at an instance."""
+        """Record that a generation begins, or resumes, at an instance."""
         (work,) = message.requests
         entry = self.by_uid.get(_uid(work.client_pid, work))
         if peer in self.retiring:
@@ -319,12 +340,12 @@ class SchedulerTrace:
         entry.at = peer
 
     def stepped(self, peer: bytes, message: generation.Stepped) -> None:
-        """A worker returns a step."""
+        """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
             self.counted["executions"] += 1
 
     def _pads(self, batch: list[m.Submit]) -> None:
-        """A batch whose requests are padded to the same length begins."""
+        """Check a batch whose requests are padded to the same length."""
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
         fits = [self.model.fit(submit.schema) for submit in batch]
@@ -435,26 +456,29 @@ class SchedulerTrace:
 
     @property
     def busy(self) -> int:
-        """How many workers have a batch."""
+        """Return the number of workers that have a batch."""
         return len({peer for peer, _ in self.batches})
 
     def stopped(self) -> None:
-        """The supervisor's word to stop is about to be handled: nothing may be left, but for what
-        an open sequence has sent since, and what runs again elsewhere."""
+        """Check the state before the scheduler handles `Stop`.
+
+        No request may be left, except later requests of open sequences and requests that are
+        retried elsewhere.
+        """
         if self.model.sequences or self.succeeded_by_another:
             return
         for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
     def turn_over(self) -> None:
-        """A turn of the loop has ended: the bounds of the queue hold."""
+        """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
             most = self.settings.policies.of(level).max_queue_size
             if 0 < most < len(line):
                 self._fail(f"{len(line)} requests wait on level {level}, of at most {most}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
-        """A report of the scheduler must agree with what it did."""
+        """Check that a report of the scheduler agrees with its messages."""
         shown = report["inference_stats"]
         found = {
             "succeeded": shown["success"]["count"],
@@ -475,7 +499,10 @@ class SchedulerTrace:
 
 
 def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:
-    """Whose request it is, and which: of those that an ensemble makes for the responses of a step,
-    with one id, each has inputs of its own."""
+    """Return the client and the id of a request.
+
+    The requests that an ensemble makes for the responses of one step share an id, so their inputs
+    distinguish them.
+    """
     data = [each if isinstance(each, bytes) else tuple(each) for each in request.data]
     return pid, request.request_id, repr(data)

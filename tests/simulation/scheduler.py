@@ -1,4 +1,4 @@
-"""A simulated scheduler process: a real core, with simulated links and a loop of turns."""
+"""A simulated scheduler process: the real core with simulated links and a loop of turns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from tests.simulation.world import US, Link, Process, Violation, World
 
 
 class Host(Process):
-    """A process that hosts schedulers: one, or those of an ensemble and its steps, which are
-    `neighbours`. Those that are `touched` have the next turn."""
+    """A process that hosts one scheduler, or those of an ensemble and its steps (`neighbours`).
+
+    The schedulers in `touched` have the next turn.
+    """
 
     def __init__(self, world: World, title: str) -> None:
         super().__init__(world, title)
@@ -32,7 +34,9 @@ class Host(Process):
         self.touched: dict[SchedulerProcess, None] = {}
 
     def turn(self) -> None:
-        """As the loop of a real one: they tick until nothing is said between them."""
+        """Run the turns of a real loop: schedulers tick until none of them sends a message to
+        another.
+        """
         while self.touched or self.neighbours.posted:
             self.neighbours.deliver()
             touched, self.touched = list(self.touched), {}
@@ -41,8 +45,10 @@ class Host(Process):
 
 
 class Outbox:
-    """Where a core at `endpoint` posts to peers, among them `neighbours`; `on_post` checks each
-    message."""
+    """The outbox of a core at `endpoint`; some peers are `neighbours`.
+
+    `on_post` checks each message.
+    """
 
     malformed = 0
 
@@ -55,7 +61,7 @@ class Outbox:
         self.links: dict[bytes, Link] = {}
 
     def post(self, peer: bytes, message: Any) -> None:
-        """Send a message to one of them; to one that is not connected it is lost."""
+        """Send a message to a peer; without a connection it is lost."""
         self._on_post(peer, message)
         if self._neighbours.post(peer, self._endpoint, message):
             return
@@ -68,8 +74,10 @@ class Outbox:
 
 
 class SchedulerProcess(Process):
-    """The scheduler of a model version at an endpoint of its own, in a process that may have
-    others. `control` is its link to the supervisor; `hosts` has all schedulers by endpoint."""
+    """The scheduler of a model version at its own endpoint, in a process that may have others.
+
+    `control` is its link to the supervisor; `hosts` contains all schedulers by endpoint.
+    """
 
     def __init__(
         self,
@@ -112,7 +120,7 @@ class SchedulerProcess(Process):
 
     @property
     def alive(self) -> bool:
-        """Whether it is open, in a process that lives."""
+        """Return whether the scheduler is open and its process is alive."""
         return self._alive and self.host.alive
 
     @property
@@ -127,7 +135,9 @@ class SchedulerProcess(Process):
     # --- links ------------------------------------------------------------------------------------
 
     def connect_client(self, peer: bytes, client: Process, on_message: Callable[..., None]) -> Link:
-        """The link of a client to here; `on_message(messages)` takes what comes back."""
+        """Return a client's link to this scheduler; `on_message(messages)` receives its
+        messages.
+        """
         self._clients.links[peer] = Link(self.world, client, on_message)
         return Link(self.world, self, lambda messages: self._from_clients(peer, messages))
 
@@ -136,21 +146,21 @@ class SchedulerProcess(Process):
         return Link(self.world, self, lambda messages: self._from_workers(peer, messages))
 
     def _peers(self) -> Any:
-        """What the core posts to besides clients and the supervisor."""
+        """Return the core's peers besides clients and the supervisor."""
         return self._workers
 
     def back(self, peer: bytes) -> Link:
-        """The link from here to a client."""
+        """Return the link to a client."""
         return self._clients.links[peer]
 
     def drain_to(self, worker: Process) -> None:
-        """Deliver what has been sent to a worker, now."""
+        """Deliver all sent messages to a worker now."""
         for link in self._workers.links.values():
             if link.target is worker:
                 link.drain()
 
     def sent_to(self, worker: Process) -> list[Any]:
-        """What has been sent to a worker, which takes it now."""
+        """Remove and return all messages that were sent to a worker."""
         links = self._workers.links.values()
         return [each for link in links if link.target is worker for each in link.sent()]
 
@@ -158,7 +168,7 @@ class SchedulerProcess(Process):
         return [*self._clients.links.values(), *self._workers.links.values()]
 
     def post(self, message: Any) -> None:
-        """The core's word to the supervisor."""
+        """Send a message to the supervisor."""
         self.world.note(self.title, "->", "supervisor", message)
         self._control(self, message)
 
@@ -178,7 +188,7 @@ class SchedulerProcess(Process):
             self.trace.steps[peer] = message.step
 
     def _check_limit(self) -> None:
-        """All executions of limited models need the one resource that there is."""
+        """Check that at most one limited model executes, since all need the only resource."""
         limited = [each for each in self.hosts.values() if each.alive and each.model.limited]
         busy = sum(each.trace.busy for each in limited)
         if busy > 1:
@@ -248,7 +258,7 @@ class SchedulerProcess(Process):
     # --- turns ------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """What has arrived may wait for more before its turn, as in a turn of its loop."""
+        """Handle the received messages, possibly later together with further ones."""
         if self.world.chance(0.2):
             if not self._turn_due:
                 self._turn_due = True

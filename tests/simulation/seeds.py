@@ -1,4 +1,4 @@
-"""Seeds that have broken a rule once, each with what it was: they are run first, for ever."""
+"""Seeds that once broke a rule, and the defect that each has found. They always run first."""
 
 SEEDS: dict[int, str] = {
     1: "what was read of a step was not released where the step had moved to another process",

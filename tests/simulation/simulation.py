@@ -1,4 +1,4 @@
-"""One run: a server of drawn models under drawn requests and faults, then quiet, and the checks."""
+"""A run of one seed: drawn models, requests and faults, then an idle phase and the final checks."""
 
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ _LONGEST_QUIET_NS = 120 * SECOND
 
 
 class Simulation:
-    """A run of one seed, with so many requests."""
+    """A run of one seed with this number of requests."""
 
     def __init__(self, seed: int, requests: int = 400, traced: int = TRACED) -> None:
         self.seed = seed
@@ -43,11 +43,11 @@ class Simulation:
 
     @property
     def asked(self) -> int:
-        """How many requests there were."""
+        """Return the number of requests."""
         return len(self.ledger.requests)
 
     def run(self) -> None:
-        """Raises Violation where a rule was broken."""
+        """Run the seed; raise Violation if a rule was broken."""
         world = self.world
         for model in self.models:
             self.supervisor.load(model)
@@ -117,7 +117,7 @@ class Simulation:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
 
     def _own_sequence(self) -> dict[str, Any]:
-        """Some clients name the sequence that a request of an iterative model is."""
+        """Return a sequence id for a request of an iterative model; only some clients set one."""
         if self._random.random() < 0.5:
             return {}
         self._sequences += 1
@@ -126,8 +126,10 @@ class Simulation:
     def _submit_step(
         self, client: Client, model: Model, before: list[Request], length: int, endpoint: str
     ) -> None:
-        """Submit the next request of a sequence, and have those behind it follow, whatever becomes
-        of it. All go to where the first went."""
+        """Submit the next request of a sequence, and later the following ones, whatever its result.
+
+        All requests of the sequence go to the endpoint of the first.
+        """
         random, step = self._random, len(before)
         if step == 0:
             self._sequences += 1
@@ -207,7 +209,7 @@ class Simulation:
         self.supervisor.load(model)
 
     def _reconfigure(self) -> None:
-        """Unload a model for a while, that of a step among them."""
+        """Unload a random model for a while, possibly one that an ensemble needs."""
         model = self._random.choice(self.models)
         if self.supervisor.moves(self.supervisor.serving.get(model.name)):
             return
@@ -217,7 +219,7 @@ class Simulation:
         self.world.after(self.world.between(MS, 10 * MS), self.supervisor.load, model)
 
     def _rescale(self) -> None:
-        """Change the number of instances of what serves."""
+        """Change the number of instances of a serving model."""
         serving = self.supervisor.serving.values()
         versions = [v for v in serving if not v.model.steps and v.former is None]
         if versions:
@@ -230,7 +232,7 @@ class Simulation:
                 self.supervisor.retire_instance(version, self._random.choice([*version.indices]))
 
     def _regroup(self) -> None:
-        """An ensemble and its steps change over to a process of their own, or away from it."""
+        """Move an ensemble and its steps into one process, or apart."""
         for model in self.models:
             if model.steps:
                 group = "" if model.group else model.name
@@ -270,7 +272,7 @@ class Simulation:
     # --- shutdown ---------------------------------------------------------------------------------
 
     def _become_quiet(self) -> None:
-        """No fault happens any more: every request ends."""
+        """Stop all faults, and let every request end."""
         world = self.world
         world.run(world.now_ns + _LONGEST_QUIET_NS, over=self._is_over)
         for request in self.ledger.open():
@@ -327,8 +329,7 @@ class Simulation:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:
-        """All clients end, ensembles among them, with every process that has hosted one: what they
-        had is nobody's."""
+        """End all clients, including ensembles and the processes that have hosted one."""
         for client in list(self.supervisor.clients):
             self.supervisor.kill(client)
         hosts = [each.host for each in self.supervisor.hosts.values() if each.model.steps]

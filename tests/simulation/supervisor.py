@@ -1,4 +1,4 @@
-"""A simulated supervisor: it starts processes, tells of their ends, and replaces them."""
+"""A simulated supervisor: it starts processes, reports exits, and replaces dead processes."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -25,9 +25,11 @@ from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, Wor
 
 
 class Version:
-    """A loaded version of a model: its scheduler and its workers, by the index of their instance.
-    `indices`: the instances that it is to have; `leaving` are those that retire. `former`: the
-    scheduler that it moves away from, which may be `drained`."""
+    """A loaded version of a model: its scheduler, and its workers by instance index.
+
+    `indices` contains its instances, and `leaving` those that retire. `former` is the scheduler
+    from which it moves away, and which may be `drained`.
+    """
 
     def __init__(self, model: Model, number: str) -> None:
         self.model = model
@@ -51,7 +53,7 @@ class Version:
 
 
 class Supervisor(Process):
-    """The parent of all processes. `hosts` are all schedulers that there have been, by endpoint."""
+    """The parent of all processes. `hosts` contains all past and present schedulers by endpoint."""
 
     def __init__(self, world: World, memory: SimulatedMemory) -> None:
         super().__init__(world, "supervisor", 1)
@@ -73,7 +75,7 @@ class Supervisor(Process):
         self._links[process.address] = Link(self.world, process, take)
 
     def send(self, process: Process | None, *messages: Any) -> None:
-        """Send messages to a process, if it lives, in one frame."""
+        """Send messages to a process in one frame, if the process is alive."""
         if process is not None and process.address in self._links:
             self._links[process.address].post(*messages)
 
@@ -149,7 +151,7 @@ class Supervisor(Process):
     # --- versions ---------------------------------------------------------------------------------
 
     def load(self, model: Model) -> None:
-        """Load a version of a model; once it is ready it serves instead of what does now."""
+        """Load a version of a model, which replaces the serving version once it is ready."""
         version = Version(model, f"{next(self._versions):03}")
         self.versions.append(version)
         self._reserve(version, version.indices)
@@ -160,7 +162,7 @@ class Supervisor(Process):
         self.world.after(self.world.between(5 * MS, 20 * MS), self._publish, version)
 
     def _reserve(self, version: Version, indices: Iterable[int]) -> None:
-        """Enter instances with the rate limiter."""
+        """Register instances with the rate limiter."""
         if version.model.limited:
             (group,) = ModelSpec.of(version.model.config).instance_group
             needs = Needs.of(group.rate_limiter, 0)
@@ -173,7 +175,7 @@ class Supervisor(Process):
         self._start_worker(version, index)
 
     def retire_instance(self, version: Version, index: int) -> None:
-        """Have an instance finish what it has, and end; at once where it does not serve."""
+        """Retire an instance after its requests, or at once if it does not serve."""
         del version.indices[index]
         worker = version.workers.get(index)
         if worker is not None and worker.loaded and worker.alive:
@@ -185,7 +187,7 @@ class Supervisor(Process):
         self.send(version.scheduler, supervision.RetireInstance(index))
 
     def _ended(self, version: Version, index: int) -> None:
-        """An instance is gone for good."""
+        """Remove an instance that has exited for good."""
         version.leaving.discard(index)
         version.workers.pop(index, None)
         self.tickets.remove_instance(id(version), index)
@@ -222,8 +224,9 @@ class Supervisor(Process):
     def _once_received(
         self, former: SchedulerProcess | None, then: Callable[..., None], *arguments: Any
     ) -> None:
-        """Go on when everybody knows who serves, and what was sent before has come to whoever
-        did."""
+        """Call a function once all peers know the new endpoint, and earlier messages have
+        arrived.
+        """
         clients: list[Client | SchedulerProcess] = [*self.clients, *self._ensembles()]
         links = [link for each in clients for link in each.links() if link.target is former]
         links += [self._links[each.address] for each in clients if each.address in self._links]
@@ -233,8 +236,9 @@ class Supervisor(Process):
             then(*arguments)
 
     def _supersede(self, version: Version, reporter: SchedulerProcess | None = None) -> None:
-        """A version retires once everybody knows who serves instead, and what was sent to whoever
-        schedules it by now has come there."""
+        """Retire a version once all peers know its replacement, and earlier messages have
+        arrived.
+        """
         scheduler = version.scheduler
         if reporter is scheduler:
             self._retire(version)
@@ -245,12 +249,11 @@ class Supervisor(Process):
 
     @staticmethod
     def moves(version: Version | None) -> bool:
-        """Whether an order for its model has to wait: a name's orders follow one another, and a
-        move is one of them."""
+        """Return whether a move is in progress, for which an order of the model must wait."""
         return version is not None and version.former is not None
 
     def move(self, model: Model) -> None:
-        """Have what serves a model scheduled in its group's process: as `FailOver.move`."""
+        """Move the scheduling of a model into its group's process, like `FailOver.move`."""
         version = self.serving.get(model.name)
         if version is None or version.former is not None or version.retiring:
             return
@@ -303,7 +306,7 @@ class Supervisor(Process):
             self._scheduler_died(version)
 
     def _close(self, scheduler: SchedulerProcess) -> None:
-        """A scheduler leaves its process, which ends with the last."""
+        """Close a scheduler; its process exits with the last one."""
         if scheduler.alive:
             scheduler.die()
             self._links.pop(scheduler.address)
@@ -313,7 +316,7 @@ class Supervisor(Process):
     # --- the end of versions ----------------------------------------------------------------------
 
     def unload(self, model: Model) -> None:
-        """Withdraw a model: what is in flight is finished."""
+        """Withdraw a model; its requests in flight are completed."""
         version = self.serving.pop(model.name, None)
         if version is not None:
             withdrawn = ModelWithdrawn(model.name, version.number, 0)
@@ -331,7 +334,7 @@ class Supervisor(Process):
             self._stop(version)
 
     def _stop(self, version: Version) -> None:
-        """What it had is done, or lost: its processes end."""
+        """Stop the processes of a version whose requests are completed or lost."""
         if version not in self.versions:
             return
         self.versions.remove(version)
@@ -344,7 +347,7 @@ class Supervisor(Process):
         self.world.after(2 * MS, self._workers_ended, version, scheduler)
 
     def _workers_ended(self, version: Version, scheduler: SchedulerProcess) -> None:
-        """The scheduler hears of each, and ends last."""
+        """Report the exit of each worker to the scheduler, and then stop the scheduler."""
         if scheduler.alive:
             for worker in version.workers.values():
                 self.send(scheduler, ProcessExited(worker.pid, ""))
@@ -406,7 +409,7 @@ class Supervisor(Process):
             self.send(worker, version.scheduler)
 
     def add_client(self, client: Client) -> None:
-        """A client has connected: it hears of what serves."""
+        """Connect a client, which receives all serving models."""
         self.clients.append(client)
         self._connect(client, client.take)
         for version in self.serving.values():
@@ -418,7 +421,7 @@ class Supervisor(Process):
             self.world.after(self.world.between(50 * US, MS), self._reap, process)
 
     def kill(self, process: Process) -> None:
-        """A process dies, with all schedulers that it hosts; after a while that is noticed."""
+        """Kill a process with all schedulers that it hosts; the exit is detected later."""
         if process.alive:
             self.world.fault(f"kill {process.title.partition('-')[0]}", process)
             self._end(process.host if isinstance(process, SchedulerProcess) else process)
@@ -469,7 +472,7 @@ class Supervisor(Process):
             self._announce(version)
 
     def _introduce(self, version: Version) -> None:
-        """Tell a new scheduler of the instances, of all at once."""
+        """Send all instances to a new scheduler in one frame."""
         for index in version.leaving:  # the requests of these instances are retried elsewhere
             self._end(version.workers[index])
         expected: list[supervision.InstanceExpected] = []
@@ -480,7 +483,7 @@ class Supervisor(Process):
         self.send(version.scheduler, *expected)
 
     def _attach(self, version: Version) -> None:
-        """Have the instances offer themselves to a new scheduler."""
+        """Let the instances register with a new scheduler."""
         for index, worker in version.workers.items():
             if worker.loaded and index not in version.leaving:
                 self.send(worker, version.scheduler)

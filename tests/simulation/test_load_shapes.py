@@ -1,5 +1,5 @@
-"""Instances that follow a load of twenty shapes, in virtual time: they are there soon, and do not
-come and go.
+"""Autoscaling under twenty load shapes, in virtual time: capacity follows the load without
+thrashing.
 """
 
 import math
@@ -18,7 +18,7 @@ _MOST = 8
 
 
 def wave(period_s: float, least: float = 4, most: float = 76) -> Shape:
-    """A rate that goes up and down."""
+    """Return a rate that rises and falls periodically."""
     middle, height = (least + most) / 2, (most - least) / 2
     return lambda at_s: middle + height * math.sin(2 * math.pi * at_s / period_s)
 
@@ -61,9 +61,11 @@ def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_instances_do_not_come_and_go(name: str, times: str) -> None:
-    """None is ended and added again within a minute more often than the load has risen: not once,
-    where it stays the same, or once, where executions differ; and what comes as regularly is
-    expected after a few times."""
+    """An instance is removed and added again within a minute no more often than the load rises.
+
+    With a constant load this happens never, or once if execution times vary. A regular pattern is
+    anticipated after a few periods.
+    """
     shape, rises = SHAPES[name]
     for seed in range(2):
         found = run(shape, times, seed=seed)

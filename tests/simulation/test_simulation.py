@@ -1,4 +1,4 @@
-"""The simulation in the tests: seeds that once failed, and as many others as fit in a minute."""
+"""The simulation as a test: seeds that once failed, and as many others as fit into a minute."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ _PART_S = 8.0
 
 
 def run(seed: int, kind: type[Simulation] | type[LifecycleRun] = Simulation) -> None:
-    """Run a seed; a failure shows its last events."""
+    """Run a seed; a failure shows the last events."""
     simulation = kind(seed)
     try:
         simulation.run()

@@ -1,5 +1,4 @@
-"""Requests of generative models: what each asks for, by its content, and the texts that it must
-have."""
+"""Requests of generative models: their parameters, encoded in the input, and the expected texts."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _BEGINNINGS = [
 
 
 class Asked(NamedTuple):
-    """A request: `streams` is whether it has a response whenever there is text."""
+    """A request. With `streams`, it has a response whenever there is new text."""
 
     prompt: array[int]
     most: int
@@ -33,12 +32,14 @@ class Asked(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether it can run in any pool."""
+        """Return whether the request fits into any pool."""
         return self.most < _TOO_MANY and self.samples == 1 and self.search is None
 
 
 class Piece(NamedTuple):
-    """A part of a sample's text: its tokens from one on, and why it has ended, if it has."""
+    """A part of a sample's text: the index of its first token, its tokens, and the end reason
+    if any.
+    """
 
     sample: int
     begin: int
@@ -99,8 +100,11 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
 
 
 def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> str:
-    """What is wrong with a response, where what was `received` before are samples with places of
-    tokens in them, and with -1 for their ends; what it has is heard then."""
+    """Return the error in a response, or "".
+
+    `received` contains (sample, index of token) of earlier responses, with -1 for the end of a
+    sample. The entries of this response are added.
+    """
     for piece in pieces(packed):
         tokens, over = texts(content)[piece.sample]
         end = piece.begin + len(piece.tokens)

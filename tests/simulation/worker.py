@@ -1,4 +1,6 @@
-"""A simulated worker: it reads what it is given, takes a while, and returns what can be checked."""
+"""A simulated worker: it reads inputs, takes some time, and returns outputs that can be
+verified.
+"""
 
 import contextlib
 from collections import deque
@@ -29,7 +31,7 @@ _NONSENSE_EVERY = 499
 
 
 class Stream:
-    """A request of a decoupled model that goes on after `execute`."""
+    """A request of a decoupled model that remains open after `execute`."""
 
     def __init__(self, work: m.Work, count: int) -> None:
         self.work = work
@@ -39,7 +41,7 @@ class Stream:
         self.waits_since_ns = 0
 
     def credit(self, responses: int) -> None:
-        """Open the window again; raise Violation for the credit of responses that were not sent."""
+        """Return credit for responses; raise Violation if these were not sent."""
         self.credited += responses
         if self.credited > self.sent:
             raise Violation(
@@ -50,7 +52,9 @@ class Stream:
 
 
 class Worker(Process):
-    """Instance `index` of a model version. One batch at a time: what arrives meanwhile waits."""
+    """Instance `index` of a model version, which executes one batch at a time in order of
+    arrival.
+    """
 
     def __init__(
         self,
@@ -83,14 +87,14 @@ class Worker(Process):
 
     @property
     def busy(self) -> bool:
-        """Whether it has requests, or states of sequences, of a scheduler that lives."""
+        """Return whether it has requests or sequence states of a live scheduler."""
         lives = self._up is not None and self._up.connected
         return lives and bool(self._running or self._batches or self._streams or self.slots)
 
     # --- messages ---------------------------------------------------------------------------------
 
     def take(self, messages: list[Any]) -> None:
-        """What the supervisor or the scheduler says."""
+        """Handle messages of the supervisor or the scheduler."""
         self._inbox.extend(messages)
         self._work_off()
 
@@ -111,8 +115,10 @@ class Worker(Process):
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
-        """Offer itself to a scheduler; what its predecessor gave is forgotten, but for its word of
-        what was read, wherever that is on its way."""
+        """Register with a scheduler.
+
+        Work of the predecessor is discarded, except its releases in transit.
+        """
         for each in self._sent_last():
             if isinstance(each, m.ReleaseOutputs | m.ReaderExited):
                 self._hear(each)
@@ -131,7 +137,7 @@ class Worker(Process):
             self._drop(pid)
 
     def _sent_last(self) -> list[Any]:
-        """What the scheduler has sent until now, and is not heard yet."""
+        """Return the messages that the scheduler has sent and that were not handled yet."""
         if self._host is None:
             return []
         words = [each for each in self._inbox if isinstance(each, tuple)]
@@ -194,7 +200,7 @@ class Worker(Process):
         return joined(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
 
     def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
-        """A tensor. While the scheduler lives, nobody has taken its memory back."""
+        """Return a tensor's bytes. While the scheduler is alive, the memory must be allocated."""
         if not isinstance(tensor.data, Range):
             return tensor.data
         try:
@@ -255,7 +261,7 @@ class Worker(Process):
             return m.Reply(work.key, error.code, error.message)
 
     def _reply_in_rounds(self, work: m.Work, batch: m.Execute) -> m.Reply:
-        """A response a round; behind the last, the end."""
+        """Return one response per round, and the end after the last one."""
         number = self._advance(work, batch).count(b".") - 1
         try:
             rounds = self.model.rounds(self._input(work))
@@ -267,7 +273,7 @@ class Worker(Process):
         return m.Reply(work.key, m.RESCHEDULED if stream.left else "", "")
 
     def _advance(self, work: m.Work, batch: m.Execute) -> bytes:
-        """The state of a request's sequence, which is in its slot."""
+        """Return the new state of a request's sequence, which is stored in its slot."""
         (row,) = (row for row in batch.rows if row.key == work.key)
         if row.flags & SEQUENCE_START:
             self.slots[row.slot] = b""
@@ -281,7 +287,7 @@ class Worker(Process):
         return state
 
     def _body(self, work: m.Work, data: bytes, reserved: list[int]) -> Packed:
-        """A packed response; `reserved` gets the offsets of its outputs in the arena."""
+        """Return a packed response; the offsets of outputs in the arena are added to `reserved`."""
         memory_ranges = {out.name: out.memory_range for out in inference_of(work).outputs}
         outputs: list[TensorRef] = []
         results = dict(zip(("OUT", "WHO"), self.model.outputs_of(data, self.version), strict=True))
@@ -379,7 +385,7 @@ class Worker(Process):
     def _post_response(
         self, stream: Stream, code: str, body: Packed, final: bool, *before: Any
     ) -> None:
-        """Send a response, in one frame with what is to be known `before`."""
+        """Send a response in one frame with the messages that must precede it."""
         assert self._up is not None
         now_ns = self.world.now_ns
         self._up.post(

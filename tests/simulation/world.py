@@ -1,6 +1,6 @@
-"""The simulated world: a virtual clock, a heap of events, processes and the links between them.
+"""The simulated world: a virtual clock, a heap of events, processes and their links.
 
-Nothing here is random but `World.random`, which one seed begins: the same seed gives the same run.
+The only source of randomness is `World.random`, so the same seed produces the same run.
 """
 
 import heapq
@@ -18,12 +18,15 @@ _EPOCH_NS = 1_700_000_000 * SECOND
 
 
 class Violation(AssertionError):
-    """A rule that the simulation holds the cores to was broken."""
+    """The error for a broken rule of the simulation."""
 
 
 class World:
-    """An event queue in virtual time, in ns. `trace` has the last events, `faults` counts what was
-    done to the processes by kind; `skew_ns` is what the wall clock has jumped by."""
+    """An event queue in virtual time, in ns.
+
+    `trace` contains the last events, `faults` the number of faults by kind, and `skew_ns` the total
+    jump of the wall clock.
+    """
 
     def __init__(self, seed: int, traced: int = TRACED) -> None:
         self.random = random.Random(seed)
@@ -38,25 +41,25 @@ class World:
         self._free_pids: list[int] = []
 
     def wall_clock(self) -> int:
-        """Epoch ns, by a clock that is set now and then."""
+        """Return epoch ns by a clock that is adjusted now and then."""
         return _EPOCH_NS + self.now_ns + self.skew_ns
 
     def after(self, delay_ns: int, call: Callable[..., None], *arguments: Any) -> None:
-        """Have `call(*arguments)` happen in so many ns."""
+        """Schedule `call(*arguments)` after a delay in ns."""
         entry = (self.now_ns + delay_ns, next(self._numbers), call, arguments)
         heapq.heappush(self._heap, entry)
 
     def note(self, *words: Any) -> None:
-        """Put an event in the trace."""
+        """Append an event to the trace."""
         self.trace.append((self.now_ns, *words))
 
     def fault(self, kind: str, *words: Any) -> None:
-        """Count a fault that is about to happen."""
+        """Count and trace a fault that is about to happen."""
         self.faults[kind] += 1
         self.note("FAULT", kind, *words)
 
     def run(self, until_ns: int, over: Callable[[], bool] = lambda: False) -> None:
-        """Let events happen up to a time, or until it is `over`."""
+        """Run events up to a time, or until `over` returns True."""
         heap = self._heap
         while heap and heap[0][0] <= until_ns and not over():
             self.now_ns, _, call, arguments = heapq.heappop(heap)
@@ -67,29 +70,29 @@ class World:
 
     @property
     def busy(self) -> bool:
-        """Whether something else happens at this moment."""
+        """Return whether another event is scheduled for the current time."""
         return bool(self._heap) and self._heap[0][0] <= self.now_ns
 
     def between(self, least: int, most: int) -> int:
-        """A number of this range, where small ones are as likely as large ones."""
+        """Draw a number from a range, with a uniform distribution of its logarithm."""
         return int(least * (most / least) ** self.random.random())
 
     def chance(self, probability: float) -> bool:
-        """Whether something happens that is so likely."""
+        """Return True with this probability."""
         return self.random.random() < probability
 
     def new_pid(self, reuse: bool = False) -> int:
-        """A pid: one that a dead process had, where that is asked for and there is one."""
+        """Return a pid; with `reuse`, that of a dead process if one is available."""
         if reuse and self._free_pids:
             return self._free_pids.pop(0)
         return next(self._pids)
 
     def free_pid(self, pid: int) -> None:
-        """Everybody has been told that this process is gone: the kernel may give its pid again."""
+        """Allow the reuse of a pid, after all processes were notified of the exit."""
         self._free_pids.append(pid)
 
     def report(self) -> str:
-        """The last events, one a line."""
+        """Return the last events, one per line."""
         return "\n".join(
             f"{(at - 1_000 * SECOND) / MS:12.4f} ms  " + " ".join(map(str, words))
             for at, *words in self.trace
@@ -97,7 +100,7 @@ class World:
 
 
 class Process:
-    """A process, alive until it is killed: between any two events."""
+    """A process that is alive until it is killed, which happens between two events."""
 
     def __init__(self, world: World, title: str, pid: int = 0) -> None:
         self.world = world
@@ -110,7 +113,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it does and hears anything."""
+        """Return whether the process runs and receives messages."""
         return self._alive
 
     @property
@@ -118,14 +121,16 @@ class Process:
         return self.pid
 
     def die(self) -> None:
-        """It is gone: it does nothing more, and hears nothing."""
+        """Kill the process: it executes nothing more and receives nothing."""
         self._alive = False
 
 
 class Link:
-    """One direction of a connection: in order, with any delay. What was sent before its sender died
-    arrives; `deliver` takes several messages at a time where they have come together, and those of
-    a frame at once."""
+    """One direction of a connection: ordered, with any delay.
+
+    Messages sent before the sender died still arrive. `deliver` receives several messages at a time
+    if they arrive together, and all messages of a frame at once.
+    """
 
     def __init__(self, world: World, target: Process, deliver: Callable[[list[Any]], None]) -> None:
         self.target = target
@@ -138,37 +143,37 @@ class Link:
 
     @property
     def connected(self) -> bool:
-        """Whether what is sent now can arrive."""
+        """Return whether a message sent now can arrive."""
         return self.target.alive and not self.closed
 
     @property
     def pending(self) -> bool:
-        """Whether something is on its way."""
+        """Return whether a message is in transit."""
         return self.connected and bool(self._frames)
 
     def post(self, *messages: Any) -> None:
-        """Send messages as one frame: they arrive together."""
+        """Send messages as one frame, so that they arrive together."""
         self._frames.append(messages)
         if not self._waking:
             self._waking = True
             self._world.after(self._world.between(5 * US, 200 * US), self._arrive)
 
     def stall(self, ns: int) -> None:
-        """Its buffers are full: nothing arrives for a while."""
+        """Delay all deliveries, as if buffers were full."""
         self._stalled_until_ns = self._world.now_ns + ns
 
     def close(self) -> None:
-        """Nothing arrives any more, of what was sent or will be."""
+        """Drop all messages in transit and all later ones."""
         self.closed = True
         self._frames.clear()
 
     def sent(self) -> list[Any]:
-        """Take what has been sent, as who looks into its buffers does."""
+        """Remove and return all messages in transit."""
         frames, self._frames = self._frames, deque()
         return [message for frame in frames for message in frame]
 
     def drain(self) -> None:
-        """Deliver what has been sent, now."""
+        """Deliver all messages in transit now."""
         while self._frames and self.connected:
             self._deliver([*self._frames.popleft()])
 

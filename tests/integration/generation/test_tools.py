@@ -169,11 +169,17 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     body = asked("hermes", tools=TOOLS, tool_choice=named)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):
         client.chat.completions.create(**body)
-    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]
-    body = asked("hermes", tools=wrong, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="tools: cannot be compiled") as raised:
-        client.chat.completions.create(**body)
-    assert raised.value.param == "tools"
+    no_schema = {"type": "x"}
+    unsupported = {"properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
+    for schema, choice, param, message in (
+        (no_schema, "auto", "tools[0].function.parameters", "it is not a JSON schema: type: 'x'"),
+        (unsupported, "required", "tools", "tools: cannot be compiled"),
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        body = asked("hermes", tools=[tool], tool_choice=choice)
+        with pytest.raises(openai.BadRequestError, match=message) as raised:
+            client.chat.completions.create(**body)
+        assert raised.value.param == param
 
 
 def test_errors_of_responses(client: openai.OpenAI) -> None:

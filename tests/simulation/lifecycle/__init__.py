@@ -1,2 +1,1 @@
-"""Deterministic simulation of the lifecycle's core: orders, processes and gateways that one seed
-draws."""
+"""Deterministic simulation of the lifecycle's core: a seed draws orders, processes and gateways."""

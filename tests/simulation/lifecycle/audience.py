@@ -1,4 +1,4 @@
-"""Simulated gateways, and the processes of ensembles, which learn late where models are served."""
+"""Simulated gateways and ensemble processes, which receive the publication of models late."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class SimulatedPeer:
-    """A process that is told of models: `known`, where it would send a request of each version now,
-    and `latest`, of each model. What was sent to it arrives in order."""
+    """A process that receives publications in order.
+
+    `known` is the current endpoint of each version, and `latest` that of each model.
+    """
 
     ensemble: ObservedVersion | None = None
     known: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
@@ -30,7 +32,10 @@ class SimulatedPeer:
     busy_until_ns: int = 0
 
     def hears(self, news: News) -> bool:
-        """Whether it is told: ensembles finish at a model that goes what they have there."""
+        """Return whether the peer receives a publication.
+
+        Ensembles finish their requests at a withdrawn model.
+        """
         if self.ensemble is None:
             return True
         return isinstance(news, ModelPublished) and self.ensemble.uses(news.name)
@@ -49,8 +54,10 @@ class SimulatedPeer:
 
 
 class SimulatedAudience:
-    """As `SupervisorContext` to `Publications`, which every gateway and ensemble hears. `last` is
-    what was said last of each version."""
+    """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles as receivers.
+
+    `last` is the last publication of each version.
+    """
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world
@@ -75,7 +82,7 @@ class SimulatedAudience:
     # --- the interface of SupervisorContext
 
     def announce(self, news: News) -> int:
-        """It is sent to all whom it concerns, and acknowledged later."""
+        """Send a publication to all peers that it concerns; they acknowledge it later."""
         key = news.name, news.version
         last = self.last.get(key)
         if last == news or _same(last, news):
@@ -105,7 +112,7 @@ class SimulatedAudience:
         return self.acknowledgements.is_acknowledged(number)
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
-        """Gateways are told; nobody waits for it."""
+        """Send a change of readiness to the gateways, without acknowledgement."""
         last = self.last.get((news.name, news.version))
         if not isinstance(last, ModelPublished) or last.ready == news.ready:
             self._complain(f"9: the readiness of {news.name} {news.version} is what it was")
@@ -119,18 +126,18 @@ class SimulatedAudience:
     # --- peers that connect and disconnect
 
     def enter_gateway(self) -> None:
-        """It hears all of what the others were sent before anything else."""
+        """Add a gateway, which first receives all current publications."""
         key, peer = object(), SimulatedPeer(came=self.said)
         self._peers[key] = peer
         for news in self._executor.publications.snapshot():
             self._send(key, peer, news)
 
     def enter_ensemble(self, address: Hashable, version: ObservedVersion) -> None:
-        """Its process hears what is announced from now on."""
+        """Add the process of an ensemble, which receives publications from now on."""
         self._peers[address] = SimulatedPeer(version)
 
     def deliver(self, address: Hashable, news: News) -> None:
-        """An ensemble is told where a model of its is."""
+        """Send the endpoint of a step's model to an ensemble."""
         peer = self._peers.get(address)
         if peer is not None:
             self._send(address, peer, news)
@@ -164,7 +171,7 @@ class SimulatedAudience:
 
 
 def draw_lag(world: World) -> int:
-    """None, or up to 300 ms."""
+    """Draw a delay of up to 300 ms, often 0."""
     return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
 
 

@@ -41,7 +41,7 @@ _CONFIGS = {
 
 
 class NoPrograms:
-    """The local clients: none."""
+    """A fake of the local clients: there are none."""
 
     def numbers(self) -> list[int]:
         return []
@@ -55,7 +55,10 @@ def nothing(*_: Any) -> None:
 
 
 class SimulatedExecutor(LifecycleExecutor):
-    """A `LifecycleExecutor` in virtual time; `alive` are the versions that may have a process."""
+    """A `LifecycleExecutor` in virtual time.
+
+    `alive` contains the versions that may have a process.
+    """
 
     def __init__(self, world: World, loop: SimulatedLoop, hosted: bool) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""The world as an event loop of asyncio: what coroutines wait for happens in virtual time."""
+"""The simulated world as an asyncio event loop: coroutines wait in virtual time."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """Each callback is an event of the world. What a callback raises goes to `complain`."""
+    """An event loop whose callbacks are events of the world.
+
+    Exceptions are passed to `complain`.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While it is entered coroutines run in this loop, and the clock is the world's."""
+        """Run coroutines in this loop, with the world's clock, within the with block."""
         with patch.object(time, "monotonic", self.time):
             _set_running_loop(self)
             try:
@@ -46,7 +49,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """At this moment, after what is to happen then already."""
+        """Schedule a callback for the current time, after the events already scheduled for it."""
         handle = asyncio.Handle(callback, args, self, context)
         self._world.after(0, self._call, handle)
         return handle
@@ -67,6 +70,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback has raised something."""
+        """Report the exception of a callback."""
         if not self._over:
             self.complain(f"{context['message']}: {context.get('exception')!r}")

@@ -1,12 +1,19 @@
-"""The rules that the lifecycle's core is held to; each violation begins with the rule's number.
+"""The rules of the lifecycle's core. Each reported violation begins with the number of its rule.
 
-1   every order is answered, once          8   the last order of a name that succeeded decides
-2   asking again gives nothing; it ends    9   nothing is published as it was
-3   nobody ends whom an audience would ask 10  what serves is withdrawn by an order alone
-4   ensembles end before their steps       12  READY, and published as ready: what could serve
-5   once it is quiet nothing is left over  13  what does not differ keeps its processes
-6   what serves was ready once             14  the folder of an override is removed once
-7   a process is in one place              11  starts have their pauses, and end after five
+1   every order is answered exactly once
+2   a repeated query changes nothing, and the loop of decisions ends
+3   no process exits while a peer would still send requests to it
+4   ensembles end before their steps
+5   nothing is left over once the system is idle
+6   a version that serves was ready before
+7   a process belongs to exactly one instance
+8   the last successful order for a name determines its state
+9   no publication repeats the previous one
+10  a serving version is withdrawn only by an order
+11  restarts back off, and end after five failures
+12  a version is published as ready exactly if it could serve
+13  unchanged models keep their processes
+14  the folder of an override is removed exactly once
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ _MOST_LOOKS = 1000  # maximum number of checks at one moment
 
 
 class RecordedLifecycle(Lifecycle):
-    """The core, of which the orders are kept, and how often an event has it look."""
+    """The core with a record of its orders, and of the number of decisions per event."""
 
     def __init__(
         self, registry: ModelRegistry, executor: Any, hosted: bool, oracles: LifecycleOracles
@@ -67,8 +74,11 @@ class RecordedLifecycle(Lifecycle):
 
 
 class LifecycleOracles:
-    """What was seen so far. Nothing is raised where the core would catch it: `check` does, after
-    each event."""
+    """The state observed so far.
+
+    A violation is stored, because the core would catch an exception; `check` raises it after the
+    event.
+    """
 
     def __init__(self, executor: SimulatedExecutor) -> None:
         self._executor = executor
@@ -82,14 +92,14 @@ class LifecycleOracles:
         self._loaded_of: dict[str, tuple[str, str]] = {}
 
     def broke(self, problem: str) -> None:
-        """A rule, which begins with its number."""
+        """Record a violation; the text begins with the number of the rule."""
         self._problems.append(problem)
 
     def title(self, order: Order) -> str:
         return f"{order.kind.name} {order.model.name} #{self.orders.index(order)}"
 
     def check(self) -> None:
-        """Raises Violation where a rule was broken by what has just happened."""
+        """Raise Violation if the last event broke a rule."""
         for model in list(self._executor.registry.models.values()):
             self._check_statuses(model)
         self._check_places()
@@ -98,7 +108,7 @@ class LifecycleOracles:
         self._looks = 0
 
     def check_again(self) -> None:
-        """The core is asked twice."""
+        """Check that a second query of the core changes nothing."""
         executor = self._executor
         before = executor.actions, executor.audience.said, len(self.orders)
         executor.lifecycle.acknowledged()
@@ -106,7 +116,7 @@ class LifecycleOracles:
             self.broke(f"2: asking again gave something new after {executor.world.trace[-1]}")
 
     def looked(self) -> None:
-        """The core has looked at all models."""
+        """Count an evaluation of all models by the core."""
         self._looks += 1
         if self._looks > _MOST_LOOKS:
             raise Violation("2: it does not end")
@@ -127,7 +137,7 @@ class LifecycleOracles:
             self.broke(f"1: {self.title(order)} could not be followed")
 
     def succeeded(self, order: Order) -> None:
-        """What an order asks for is so now."""
+        """Check that the state is the one that a successful order has requested."""
         name, serving = order.model.name, self._serving_of(order.model)
         if order.kind is OrderKind.MOVE:
             return
@@ -143,7 +153,7 @@ class LifecycleOracles:
         self._served[name] = {v: (version, version.spec) for v, version in serving.items()}
 
     def dropped(self, order: Order) -> None:
-        """It failed, and the next may begin."""
+        """Record that an order has failed, so that the next order of the model may begin."""
         if order in self._executor.updating:
             self.broke(f"1: {self.title(order)} is over, and instances are still added")
         for version in self._executor.alive:
@@ -185,7 +195,7 @@ class LifecycleOracles:
         return dict(versions)
 
     def withdrawn(self, name: str, number: str) -> None:
-        """Gateways are told that it does not serve."""
+        """Record that gateways were notified of a withdrawal."""
         model = self._executor.registry.models.get(name)
         served = self._served.get(name, {})
         order = model.orders[0] if model is not None and model.orders else None
@@ -216,7 +226,7 @@ class LifecycleOracles:
         self._check_unknown(version, "killed")
 
     def retired(self, version: ObservedVersion) -> None:
-        """It is drained: nobody sends it anything any more."""
+        """Check that a drained version receives no more requests."""
         if version.drains:
             self.broke(f"3: {version} is drained twice")
         version.drains = True
@@ -252,7 +262,7 @@ class LifecycleOracles:
                 self.broke(f"3: {version} is {how}, and {peer.ensemble} would send it a step")
 
     def _in_circle(self, version: ObservedVersion) -> bool:
-        """Whether generations that live need one another."""
+        """Return whether live generations depend on each other in a cycle."""
         found: set[ObservedVersion] = set()
         waiting = [version]
         while waiting:
@@ -325,8 +335,9 @@ class LifecycleOracles:
     # --- processes
 
     def _check_places(self) -> None:
-        """Of each worker there is one place, unless it is about to end; a place that is ready has a
-        process."""
+        """Check that each worker belongs to one instance, unless it is about to exit, and that
+        each ready instance has a process.
+        """
         memory_ranges = Counter(
             memory_range.child
             for version in self._executor.alive
@@ -366,7 +377,7 @@ class LifecycleOracles:
         self.check()
 
     def _check_processes(self, serving: set[ObservedVersion]) -> None:
-        """Nothing runs but what serves."""
+        """Check that only serving versions have processes."""
         processes = self._executor.processes
         workers = {
             memory_range.child

@@ -1,5 +1,7 @@
-"""Simulated processes: the zygotes that start them, and the control socket on which they hear and
-say what the supervisor's own do, late, or not at all."""
+"""Simulated processes, the zygotes that start them, and the control socket.
+
+Messages on the control socket may be late or missing.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ _PASSING = m.LoadFailed(Unavailable.code, "there is no memory")
 
 
 class SimulatedChild(Child):
-    """A process of a `version`, or a host of schedulers (None). `expected` are the processes that
-    a scheduler of this number knows, by index."""
+    """A process of a `version`, or a host of schedulers (None).
+
+    `expected` contains the processes that this scheduler expects, by instance index.
+    """
 
     def __init__(
         self, processes: SimulatedProcesses, title: str, version: ObservedVersion | None, fate: str
@@ -58,8 +62,11 @@ class SimulatedChild(Child):
 
 
 class SimulatedProcesses:
-    """As zygotes and control socket, in virtual time. `alive` are those that have not ended, and
-    versions that are `doomed` have no process that loads."""
+    """Fakes of the zygotes and the control socket, in virtual time.
+
+    `alive` contains the processes that have not exited. Processes of `doomed` versions fail to
+    load.
+    """
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self.world = world
@@ -83,7 +90,7 @@ class SimulatedProcesses:
     # --- the interface of a zygote
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
-        """It says that it is there, now and then too late."""
+        """Start a process, which connects later, and sometimes too late."""
         world, version, memory_range = self.world, None, None
         if "workers" in entry:
             version, memory_range = self.executor.place_of(decode_start(WorkerStart, start))
@@ -127,7 +134,7 @@ class SimulatedProcesses:
     # --- the interface of the control socket
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """What it says goes to `handler`, what it has said already, too."""
+        """Register the handler of a process's messages, and deliver earlier messages to it."""
         if pid_of(address) in self.alive:
             self._handlers[address] = handler
             for message in self._early.pop(address, ()):
@@ -151,10 +158,10 @@ class SimulatedProcesses:
         world.after(child.busy_until_ns - world.now_ns, self._receive, child, address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Nobody listens."""
+        """Do nothing, because no process receives broadcasts."""
 
     def flush(self) -> None:
-        """What was sent is on its way."""
+        """Do nothing, because messages are sent immediately."""
 
     def _say(self, address: Address, message: Any) -> None:
         if pid_of(address) not in self.alive:
@@ -249,7 +256,7 @@ class SimulatedProcesses:
             self.die(child, "signal 11")
 
     def worker_overruns(self) -> None:
-        """Its scheduler has it killed, a while after it saw it."""
+        """Let the scheduler of a random worker request its end, some time after the overrun."""
         found = [each for each in self._handlers if isinstance(each, SchedulerAddress)]
         if self.workers and found:
             child = self.world.random.choice(self.workers)
@@ -261,14 +268,14 @@ class SimulatedProcesses:
                     self.world.after(draw_lag(self.world), self._say, address, kill)
 
     def host_dies(self) -> None:
-        """All schedulers there end."""
+        """Kill a random host process and all of its schedulers."""
         if self.hosts:
             child = self.world.random.choice(self.hosts)
             self.world.fault("host dies", child)
             self.die(child, "signal 11")
 
     def breaks(self) -> None:
-        """No process of a version loads any more."""
+        """Make all further processes of a random version fail to load."""
         if self.executor.alive:
             version = self.world.random.choice(self.executor.alive)
             self.world.fault("breaks for good", version)

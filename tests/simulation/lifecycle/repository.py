@@ -1,4 +1,4 @@
-"""A simulated model repository, which changes while it is read, and the plans of loads from it."""
+"""A simulated model repository that changes while it is read, and the load plans from it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ MOST_INSTANCES = 4
 
 
 class DrawnRepository:
-    """Models without steps, and ensembles over them and one another; of each its versions, with
-    what their files have, and how many instances. `folders` are those of overrides, each with how
-    often it was removed."""
+    """Models without steps, and ensembles over them and over each other.
+
+    For each model it stores the versions, their files and the number of instances. `folders`
+    contains the folders of overrides and how often each was removed.
+    """
 
     def __init__(self, world: World, oracles: LifecycleOracles) -> None:
         self._world = world
@@ -48,7 +50,7 @@ class DrawnRepository:
         self.folders: dict[Path, int] = {}
 
     def draw_steps(self, name: str) -> list[str]:
-        """Models that an ensemble may need; now and then in a circle."""
+        """Draw the step models of an ensemble, sometimes with a cycle."""
         below = [*LEAVES, *(each for each in ENSEMBLES if each < name)]
         if self._world.chance(0.2):
             below += [each for each in ENSEMBLES if each > name]
@@ -76,7 +78,7 @@ class DrawnRepository:
             del self.versions[name][self._random.choice([*self.versions[name]])]
 
     def scale(self, name: str) -> None:
-        """Another number of instances is written."""
+        """Change the number of instances in the configuration."""
         self.counts[name] = self._random.randint(1, 3)
 
     def _reshape(self, name: str) -> None:
@@ -89,19 +91,19 @@ class DrawnRepository:
         )
 
     def mend(self) -> None:
-        """All is there, and can be read."""
+        """Make all models present and readable."""
         for names in (self.absent, self.ambiguous, self.broken):
             names.clear()
 
     def draw_source(self, name: str) -> LoadSource:
-        """A configuration that a request sends, and maybe files."""
+        """Draw the configuration of a load request, possibly with files."""
         steps = self.draw_steps(name) if name in ENSEMBLES else []
         sent = {"steps": steps, "count": self._random.randint(1, 3), "note": next(self._notes)}
         files = {"1/model.py": b""} if self._world.chance(0.5) else {}
         return LoadSource(json.dumps(sent), files)
 
     def plan_of(self, name: str, source: LoadSource) -> LoadPlan:
-        """What a load finds now."""
+        """Return the plan of a load from the current contents."""
         fingerprint = json.dumps([self.versions.get(name), self.counts.get(name)])
         try:
             specs = self._specs(name, source)

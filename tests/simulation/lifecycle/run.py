@@ -1,4 +1,4 @@
-"""One run: orders, deaths and gateways of one seed, then quiet, and the checks."""
+"""A run of one seed: orders, deaths and gateways, then an idle phase and the final checks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ _QUIET_NS = 300 * SECOND
 
 
 class LifecycleRun:
-    """A run of one seed, with so many orders that are asked for."""
+    """A run of one seed with this number of requested orders."""
 
     def __init__(self, seed: int, orders: int = 40, traced: int = TRACED) -> None:
         self.seed = seed
@@ -25,11 +25,11 @@ class LifecycleRun:
 
     @property
     def asked(self) -> int:
-        """How many orders there were, those that led to others, too."""
+        """Return the number of orders, including orders caused by others."""
         return len(self.executor.oracles.orders)
 
     def run(self) -> None:
-        """Raises Violation where a rule was broken."""
+        """Run the seed; raise Violation if a rule was broken."""
         loop = SimulatedLoop(self.world)
         with loop.running():
             self.executor = SimulatedExecutor(self.world, loop, hosted=self.seed % 2 == 1)

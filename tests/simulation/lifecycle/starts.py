@@ -1,4 +1,4 @@
-"""The rule of restarts: pauses that grow, and an end after five that did not load."""
+"""The rule of restarts: increasing pauses, and an end after five failed loads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _ROUNDED_S = 1e-6
 
 @dataclass(slots=True)
 class _Row:
-    """The starts of one instance that followed one another, since `ready_at` where it loaded."""
+    """The consecutive starts of one instance, and the time at which it became ready."""
 
     deaths: int = 0
     failed: int = 0
@@ -22,8 +22,7 @@ class _Row:
 
 
 class Starts:
-    """What was started for each instance, and how that ended; `complain` is told of what should
-    not have been."""
+    """The starts of each instance and their results. Violations are passed to `complain`."""
 
     def __init__(self, clock: Callable[[], float], complain: Callable[[str], None]) -> None:
         self._clock = clock

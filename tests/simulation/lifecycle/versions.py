@@ -62,7 +62,7 @@ class ObservedVersion(ModelVersion):
 
     @property
     def wanted(self) -> int:
-        """The number of instances that do not retire."""
+        """Return the number of instances that do not retire."""
         return sum(each.state not in _LEAVING for each in self.memory_ranges)
 
     def knows(self, index: int, child: SimulatedChild) -> bool:
@@ -73,5 +73,5 @@ class ObservedVersion(ModelVersion):
 
     @property
     def stopping(self) -> bool:
-        """Whether the processes end."""
+        """Return whether the processes are being stopped."""
         return self._lifetime.stopping

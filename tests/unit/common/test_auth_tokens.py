@@ -1,4 +1,4 @@
-"""Who may use which API: tokens, scopes, restricted APIs, and how the command line names them."""
+"""Authorisation: tokens, scopes, restricted APIs, and their command-line flags."""
 
 import hashlib
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_without_tokens_everything_is_open() -> None:
 
 
 def test_tokens_are_kept_as_digests(tokens: Path) -> None:
-    """R22: no token is in what the server keeps, passes to its processes, or could print."""
+    """R22: no token is stored by the server, passed to its processes, or printable."""
     found = read_tokens(tokens)
     assert set(found) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
     assert ALL not in repr(found)

@@ -1,4 +1,4 @@
-"""R12: a name that stands twice in a JSON object is refused, wherever a body is read as JSON."""
+"""R12: a duplicate name in a JSON object is rejected in every JSON body."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Pairs = list[tuple[str, Any]]
 
 
 class Members:
-    """A JSON object as it is written: names may stand twice."""
+    """A JSON object in text form, in which names may occur twice."""
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
@@ -45,7 +45,7 @@ trees = st.recursive(
 
 
 def spelled(value: Any, data: st.DataObject) -> str:
-    """The text of a tree, with blanks and escapes as they may come."""
+    """Return the JSON text of a tree, with random blanks and escapes."""
     blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
         parts = [
@@ -109,7 +109,7 @@ PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for na
 def test_every_place_of_a_request_is_looked_at(
     at: int, name: str, value: Any, data: st.DataObject
 ) -> None:
-    """Wherever a name stands once more, before or behind, with whatever value."""
+    """A duplicate name is rejected at any position and with any value."""
     assert loads(spelled(Members(request), data).encode())["id"] == "i"
     held = list(holders(Members(request)))[at]
     kept = held.pairs
@@ -142,7 +142,7 @@ def test_refused(text: str) -> None:
 
 
 def test_long_names_and_long_texts() -> None:
-    """A name is shown as far as a line goes; which it is in megabytes is not looked for."""
+    """A long name is truncated in the error; in megabytes of text, no name is searched for."""
     long = "n" * 1000
     with pytest.raises(InvalidArgument) as caught:
         loads(json.dumps([long]).encode()[1:-1].join([b"{", b":1,", b":1}"]))
@@ -201,7 +201,7 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 def test_over_http(gateway: Rig, path: str) -> None:
-    """Nothing of it is done."""
+    """The request has no effect."""
     http = Http(gateway.port)
     said = len(gateway.received)
     reply = http.post(path, BODIES[path])
@@ -212,7 +212,7 @@ def test_over_http(gateway: Rig, path: str) -> None:
 
 
 def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:
-    """Also with a body that comes after its head was checked."""
+    """Holds also if the body arrives after its head was checked."""
     for size in (64, 1 << 20):
         sent = [
             {

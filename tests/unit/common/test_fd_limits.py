@@ -1,4 +1,4 @@
-"""The shares of a process's descriptors."""
+"""The shares of a process's descriptor limit."""
 
 import pytest
 
@@ -16,6 +16,6 @@ def test_shares_of_a_gateway_are_within_its_limit(
 
 
 def test_metrics_take_little_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand connections fit where a process may have twenty thousand descriptors."""
+    """Ten thousand connections fit into a limit of twenty thousand descriptors."""
     monkeypatch.setattr(fd_limits, "limit", lambda: 20_000)
     assert fd_limits.for_connections(1, 1) > 16_384

@@ -1,4 +1,4 @@
-"""What a process may have of its host, where control groups limit it."""
+"""The resources of a process on its host, with limits of control groups."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def grouped(monkeypatch: pytest.MonkeyPatch, root: Path, line: str) -> None:
-    """This process is in the group of such a line, below `root`."""
+    """Set the line in /proc/self/cgroup, and the root of the control groups."""
     monkeypatch.setattr(host, "_CGROUPS", root)
     monkeypatch.setattr(host, "memory_bytes", lambda: (8 * GIB, 5 * GIB))
     read = Path.read_text
@@ -21,7 +21,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch, root: Path, line: str) -> None:
 
 
 def write(folder: Path, **files: str) -> None:
-    """Files of a group; `_` in their names is a dot."""
+    """Write the files of a control group; `_` in a name stands for a dot."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("_", ".", 1)).write_text(text)

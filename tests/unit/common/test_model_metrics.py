@@ -1,4 +1,4 @@
-"""Models' own metrics: added up over instances and models, and as text."""
+"""Custom metrics of models: sums over instances and models, and the text format."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and what the listener it came through lets it do."""
+"""The credentials of a connection's peer, and the permissions of each listener."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ OPEN = Authorisation(None, {})
 def tcp_pair(
     listen: str = "127.0.0.1", connect: str = "", uid: int = -1
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """(ours, theirs) of a TCP connection; theirs is user `uid`'s."""
+    """Yield both ends of a TCP connection, of which user `uid` owns the client's."""
     family = socket.AF_INET6 if ":" in listen else socket.AF_INET
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((listen, 0), family=family))
@@ -54,7 +54,7 @@ def found(ours: socket.socket) -> Peer | None:
 
 @pytest.fixture(params=["asked for", "listed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to the answer; there are kernels without the first."""
+    """Select one of the two implementations; some kernels lack the first one."""
 
     def none(*_: object) -> None:
         raise OSError
@@ -82,7 +82,10 @@ def test_another_user_of_a_loopback_connection() -> None:
 @needs_users
 @pytest.mark.usefixtures("way")
 def test_an_end_that_nobody_has_any_more_is_nobodys() -> None:
-    """The kernel shows a closed end as root's: a client must not become root by hanging up."""
+    """The kernel reports a closed socket as root's.
+
+    A client must not become root by disconnecting.
+    """
     with tcp_pair(uid=ALICE) as (ours, theirs):
         theirs.close()
         assert found(ours) is None
@@ -90,7 +93,7 @@ def test_an_end_that_nobody_has_any_more_is_nobodys() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_a_connection_that_is_not_there() -> None:
-    """Also where somebody listens at the client's port."""
+    """Holds also if a server listens at the client's port."""
     with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
         here = ours.getsockname()
         for port in (1, other.getsockname()[1]):
@@ -98,7 +101,7 @@ def test_a_connection_that_is_not_there() -> None:
 
 
 def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host may have ended ten thousands in the last minute; whoever came next paid for them."""
+    """A host may have ten thousand recently closed connections, which a lookup must not scan."""
     with tcp_pair() as (ours, theirs):
         try:
             assert peers.tcp_owner(theirs.getsockname(), ours.getsockname()) is not None
@@ -122,7 +125,7 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
 
 
 def test_a_large_uid_is_nobody_elses() -> None:
-    """Read as a signed number it would be one of those that stand for all users, or for none."""
+    """Read as a signed number, it would be one of the values for all users or no user."""
     assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
 
 
@@ -130,13 +133,13 @@ def test_a_large_uid_is_nobody_elses() -> None:
 
 
 class Unix:
-    """A unix socket whose other end is user `uid`."""
+    """A fake Unix socket whose peer is user `uid`."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """SO_PEERCRED or SO_PEERGROUPS."""
+        """Return SO_PEERCRED or SO_PEERGROUPS."""
         words = (1, self._uid, 5) if option == socket.SO_PEERCRED else (6,)
         return b"".join(word.to_bytes(4, "little") for word in words)
 
@@ -168,14 +171,16 @@ ME = Peer(os.geteuid(), groups_of(os.geteuid()))
 def test_who_has_shared_memory_over_which_listener(
     kind: ListenerKind, allow: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
-    """R5: on for clients of this host, off for others unless it was allowed."""
+    """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
     with tcp_pair() as (ours, _):
         assert said(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
 
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
-    """Any user is one who hangs up: as a client of another host it would have the objects of the
-    server's user."""
+    """Any user can disconnect.
+
+    As a remote client it would have access to the server user's objects.
+    """
     with tcp_pair() as (ours, theirs):
         theirs.close()
         for allow in (None, True):
@@ -219,7 +224,7 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
-    """R21: a page whose name was made to point here is not ours to answer."""
+    """R21: a web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:
         listener = ListenerRules(
             kind, OPEN, None, frozenset({"box", "*.corp.test", "proxy.example"})

@@ -1,4 +1,4 @@
-"""The trust policy: whose region an object becomes, how much of it there may be, who pays."""
+"""The trust policy of regions: owners, limits, and the charged user."""
 
 import os
 
@@ -73,7 +73,7 @@ def test_who_may_use_a_region() -> None:
 
 
 def test_regions_are_counted_by_user_and_in_total() -> None:
-    """R10: the limit is a clear error, and what was closed counts no more."""
+    """R10: exceeding the limit is a clear error, and closed regions no longer count."""
     quota = RegionQuota(policy(max_regions=3, max_regions_per_uid=2))
     for inode in (1, 2):
         quota.enter(1001, 10, (0, inode))
@@ -87,7 +87,7 @@ def test_regions_are_counted_by_user_and_in_total() -> None:
 
 
 def test_bytes_are_counted_by_user_and_in_total() -> None:
-    """R10: bytes too."""
+    """R10: bytes are limited, too."""
     quota = RegionQuota(policy(max_byte_size=100, max_byte_size_per_uid=60))
     quota.enter(1001, 60, (0, 1))
     with pytest.raises(InvalidArgument, match=r"60 of the 60 bytes .*--shm-max-byte-size-per-uid"):
@@ -125,7 +125,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
 
 
 def test_the_server_pays_until_the_object_is_gone() -> None:
-    """R10: unregistering gives no page back, so it frees no budget; removing the object does."""
+    """R10: unregistering frees no pages and therefore no quota; removing the object does."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     with SharedObject(4096) as made:
         status = os.fstat(made.fd)

@@ -259,3 +259,15 @@ def test_a_chat_with_reasoning_and_calls() -> None:
         **thought,
         "tool_calls": [call],
     }
+
+
+@pytest.mark.parametrize("prompt", [[1 << 31], [1 << 40], [5, -(1 << 31)], [[1], [1 << 33]]])
+def test_a_token_that_its_encoding_would_wrap_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"prompt: -?[0-9]+ is not a token"):
+        asyncio.run(bodies.completion(text_gateway(), {"model": "m", "prompt": prompt}))
+
+
+def test_an_integer_may_be_written_as_a_decimal() -> None:
+    assert bodies.checked({"n": 2.0}, "n", int, 1) == 2
+    with pytest.raises(InvalidArgument, match=r"n: 2.5 is not an integer"):
+        bodies.checked({"n": 2.5}, "n", int, 1)

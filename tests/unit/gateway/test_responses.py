@@ -103,6 +103,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
+    "no text": (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
+        r"input\[0\]: the text 3 is not a string",
+    ),
+    "no list of members": ({"include": 3}, "include: 3 is not a list"),
+    "no list of tools": ({"tools": 3}, "tools: 3 is not a list"),
+    "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
+    "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
     "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
 }
 
@@ -184,6 +192,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("response_format: cannot be compiled", "text.format"),
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),
+        ("tools[0].function.parameters: it is not a JSON schema", "tools[0].parameters"),
     ],
 )
 def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:

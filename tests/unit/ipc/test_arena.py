@@ -1,4 +1,4 @@
-"""The arena's allocator tiles its memory exactly, and what one process writes another reads."""
+"""The arena's allocator partitions its memory exactly; other processes read the written bytes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_place_outside_its_memory_is_refused() -> None:
 
 
 def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ulimit -f` counts for memory, too: said in words, and nothing is kept open."""
+    """`ulimit -f` applies to memory, too. The error says so, and no descriptor remains open."""
 
     def too_large(*_: int) -> None:
         raise OSError(errno.EFBIG, "File too large")

@@ -1,4 +1,4 @@
-"""When a scheduler or worker stays awake for a moment: what was waited for has come within it."""
+"""Busy polling: a scheduler or worker polls for a moment if messages usually arrive within it."""
 
 import itertools
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_a_single_core_disables_polling() -> None:
 
 
 class Link:
-    """A worker's, at which something comes after so many looks."""
+    """A worker's link at which a message arrives after a given number of polls."""
 
     def __init__(self, looks: int) -> None:
         self.inbox: list[object] = []
@@ -74,7 +74,7 @@ class Link:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
-    """How long a worker waits each time, until something comes with the look of that number."""
+    """Return a function that lists the timeouts of a worker's waits until the message arrives."""
 
     def wait(
         waited: int, live: int, looks: int, tick_ns: int = 0, threads: bool = False

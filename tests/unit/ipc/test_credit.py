@@ -1,4 +1,4 @@
-"""The credit of streams: a sender and a reader, whatever their order."""
+"""The credit of streams, for all interleavings of a sender and a reader."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The driver's interface as cuda-bindings has it: names and types are real, the driver is not."""
+"""The interface to cuda-bindings: its names and types are real, the driver is a fake."""
 
 import ctypes
 import sys
@@ -17,8 +17,10 @@ OK = real.CUresult.CUDA_SUCCESS
 
 
 class Recorder:
-    """Stands for the module: the package's own types, and functions that note how they are called
-    and give what the package's would.
+    """A fake of the module `driver` of cuda-bindings.
+
+    It has the package's own types, and functions that record their calls and return typical
+    results.
     """
 
     CUresult = real.CUresult
@@ -48,7 +50,7 @@ class Recorder:
         return call
 
     def names(self) -> list[str]:
-        """What was called since the last time."""
+        """Return the names of the functions called since the last call."""
         called = [call[0] for call in self.calls]
         self.calls.clear()
         return called

@@ -1,4 +1,4 @@
-"""Views of shared memory that become private: they keep what they show, whoever writes later."""
+"""Detached views of shared memory: they become private and keep their contents."""
 
 import os
 from collections.abc import Iterator

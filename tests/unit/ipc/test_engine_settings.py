@@ -1,4 +1,4 @@
-"""What engine.yaml may say."""
+"""The settings in engine.yaml."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Memory that is lent: who has it, how it comes back, and that tests hear of what is forgotten."""
+"""Lent memory: its readers, its release, and that tests detect memory that is never released."""
 
 from collections.abc import Iterator
 from typing import Any

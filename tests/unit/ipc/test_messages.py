@@ -1,4 +1,4 @@
-"""Every message survives the wire; no other bytes become one."""
+"""Every message can be packed and unpacked, and malformed bytes are rejected."""
 
 import contextlib
 import dataclasses
@@ -94,7 +94,7 @@ def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
 
 
 def test_text_that_is_no_unicode_travels_escaped() -> None:
-    """A model may say anything: the name of a file, say, whose bytes are not UTF-8."""
+    """A text may contain the bytes of a file name that is not UTF-8."""
     said = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
     heard = LoadFailed("INTERNAL", "no such file: n\\udce4me")
     assert frames.unpack(frames.pack([said])) == [heard]
@@ -113,7 +113,9 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 
 
 def test_frames_that_were_changed_on_the_way() -> None:
-    """R2: a message, schema or memory with changed or lost bytes is another or malformed."""
+    """R2: a message, schema or memory with changed or missing bytes is a different one, or
+    malformed.
+    """
     chance = random.Random(3)
     memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (

@@ -1,4 +1,4 @@
-"""A typed configuration reads what config.pbtxt has, by the names that it has there."""
+"""The dataclasses of a configuration have the fields and names of config.pbtxt."""
 
 import typing
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from shmserve.proto.model_config_pb2 import ModelConfig
 
 
 def _records(kind: Any) -> Iterator[type[Any]]:
-    """The dataclasses within an annotation."""
+    """Yield the dataclasses within an annotation."""
     if isinstance(kind, type) and is_dataclass(kind):
         yield kind
     for inner in typing.get_args(kind):
@@ -23,7 +23,7 @@ def _records(kind: Any) -> Iterator[type[Any]]:
 
 
 def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
-    """The paths of a record's fields that a message of the schema does not have."""
+    """Yield the paths of fields that a message of the schema does not have."""
     hints = typing.get_type_hints(cls)
     for each in fields(cls):
         path = each.metadata.get("path", each.name)

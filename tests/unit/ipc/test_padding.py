@@ -1,4 +1,4 @@
-"""Padding: which requests may share a batch, and what shape it has. Pure."""
+"""Padding: which requests may share a batch, and the shape of the batch."""
 
 import json
 from math import prod
@@ -88,7 +88,7 @@ def test_no_bucket_for_both_parts_them() -> None:
 
 
 def test_two_small_requests_do_not_become_a_huge_batch() -> None:
-    """A row that is long in one dimension and one that is long in the other."""
+    """One row is long in one dimension, and the other row in another dimension."""
     pad = padding({}, (-1, -1))
     batch = pad.batch()
     assert batch.may_join(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
@@ -107,8 +107,9 @@ SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
 def test_waste_is_bounded(
     asked: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
 ) -> None:
-    """Whatever comes: of a batch no more than `max_waste` is padding, unless its requests, each
-    padded alone, had as much; every request fits; the counts are the true ones."""
+    """At most `max_waste` of a batch is padding, unless its requests would need as much padding
+    alone. Every request fits into the batch, and the counts are exact.
+    """
     listed = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
     pad = padding({"max_waste": most, "buckets": listed}, (-1, -1))
     batch = pad.batch()

@@ -1,4 +1,4 @@
-"""Keys of clients' objects, and the objects themselves."""
+"""Keys of clients' shared memory objects, and opening the objects."""
 
 import contextlib
 import fcntl
@@ -37,7 +37,7 @@ def test_one_leading_slash(key: str) -> None:
     ["", "/", "///", "/.", "/..", "/a/b", "/x\0y", "a b", "/" + "a" * 251, "/ünicode", "/../etc"],
 )
 def test_keys_that_could_name_something_else(key: str) -> None:
-    """R6: a key names a plain object."""
+    """R6: a key names a plain shared memory object."""
     with pytest.raises(InvalidArgument, match="invalid shm key"):
         posix_shm.normal_key("r", key)
 
@@ -97,7 +97,7 @@ def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
 
 @contextlib.contextmanager
 def leased(path: str) -> Iterator[None]:
-    """The file's owner is asked, and says nothing, when others open it."""
+    """Hold a lease on a file and do not react to requests to release it."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     fd = os.open(path, os.O_RDWR)
     try:
@@ -109,8 +109,11 @@ def leased(path: str) -> Iterator[None]:
 
 
 def test_opening_does_not_wait_for_a_lease(sparse: str) -> None:
-    """Whoever may register an object may hold a lease on it, and all others' registrations would
-    wait behind its own until the kernel ends that, after 45 s."""
+    """Any user who may register an object may hold a lease on it.
+
+    Without O_NONBLOCK, the registrations of all clients would wait until the kernel breaks the
+    lease after 45 s.
+    """
     with leased(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
         posix_shm.open_object(sparse)
 

@@ -1,4 +1,4 @@
-"""What the C library is told of copies and of memory."""
+"""The settings of the C library for copies and for memory."""
 
 from shmserve.ipc.processes import LARGE_COPY, with_large_copies
 from shmserve.workers.memory import outputs

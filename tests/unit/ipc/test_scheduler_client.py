@@ -1,5 +1,7 @@
-"""The life of a request between its submission and the last word of a scheduler: what is told to
-whom, once, and what becomes of it when a scheduler is lost."""
+"""The states of a request between its submission and the last message of a scheduler.
+
+Each message is handled once, and requests of a lost scheduler are resubmitted or fail.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def submit(number: int = 1, work: Packed = REQUEST, request_id: str = "") -> m.S
 
 
 class SentMessages:
-    """Links that keep what is queued, and what the lost schedulers said last."""
+    """Links that record queued messages, and the last messages from lost schedulers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
@@ -68,7 +70,7 @@ class SentMessages:
 
 
 class Client(SchedulerClient["Request"]):
-    """A client with its links; `serving` is the endpoint that `find` returns."""
+    """A client with its links. `serving` is the endpoint that `find` returns."""
 
     def __init__(self, successors: Successors | None = None) -> None:
         self.links = SentMessages()
@@ -84,8 +86,11 @@ class Client(SchedulerClient["Request"]):
 
 
 class Request(InflightRequest):
-    """A request that keeps what it is told. `patient`: somebody waits; `repeats`: its response
-    could not be read, and it is submitted again."""
+    """A request that records its messages.
+
+    With `patient`, a client waits for the response. With `repeats`, its response cannot be read, so
+    the request is submitted again.
+    """
 
     def __init__(self, client: Client, endpoint: str = OLD, **of_submit: Any) -> None:
         super().__init__(submit(**of_submit))
@@ -123,7 +128,7 @@ def responded(number: int = 1, *, final: bool = False) -> m.Responded:
 
 
 def lent(number: int = 1, *, offset: int = 4096) -> m.Finished:
-    """A response with an output in a worker's memory."""
+    """Return a response with an output in a worker's memory."""
     output = TensorRef("OUT", "INT8", (64,), Range(WORKER, offset, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
@@ -166,7 +171,7 @@ def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -
 
 
 def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> None:
-    """Of one that is unknown, has ended, or is at another scheduler now."""
+    """The request is unknown, has ended, or was moved to another scheduler."""
     request = Request(client, number=2)
     client.receive(lent(1))
     client.receive(lent(2), NEW)
@@ -265,7 +270,7 @@ def test_a_request_without_a_link_fails_once(client: Client) -> None:
 
 
 def test_no_link_to_a_successor_is_made_for_nothing(client: Client) -> None:
-    """A program that has nothing of a lost scheduler needs no link to the next one."""
+    """A client without requests or memory of a lost scheduler opens no link to its successor."""
     client.lose(OLD, NEW)
     client.release(OLD, [])
     assert client.links.opened == set()
@@ -273,8 +278,9 @@ def test_no_link_to_a_successor_is_made_for_nothing(client: Client) -> None:
 
 @pytest.mark.parametrize("successor", [NEW, ""])
 def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> None:
-    """It goes to the successor unless it has begun to respond, may have lost its inputs, or is not
-    waited for; what others have is left alone."""
+    """A request moves to the successor, unless it has a response, may have lost its inputs, or
+    is no longer awaited. Requests at other schedulers are not affected.
+    """
     fresh, begun, once, left, early, answered = (
         Request(
             client,
@@ -329,7 +335,7 @@ def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Cl
 def test_what_is_read_after_a_loss_is_released_by_way_of_the_successor(
     client: Client, read: str
 ) -> None:
-    """Also where nothing was submitted to the successor yet, so that no link existed."""
+    """A link to the successor is opened for it if none exists."""
     if read == "before":
         client.links.last[OLD] = [lent()]
     client.lose(OLD, NEW)
@@ -382,7 +388,7 @@ EVENTS = (
 def test_each_request_is_ended_once_and_its_memory_freed_once(
     story: list[tuple[str, int]],
 ) -> None:
-    """Whatever a scheduler says, in whatever order."""
+    """Holds for any messages of a scheduler in any order."""
     client = Client()
     requests = {number: Request(client, number=number) for number in (1, 2, 3)}
     for event, number in story:

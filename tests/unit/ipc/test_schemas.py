@@ -1,4 +1,4 @@
-"""Schemas are derived once; a response or request that is rebuilt from schema and data is equal."""
+"""Schemas are derived once. Requests and responses survive packing into a schema and data."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Which requests may share a batch (reference sections 3.1 rule 2 and 3.6): equal shape keys."""
+"""Shape keys: requests with equal keys may share a batch (reference sections 3.1 rule 2 and
+3.6).
+"""
 
 from typing import Any
 
@@ -30,22 +32,24 @@ def key(model: Signature, rows: int, free: int, last: int = 0) -> bytes:
 
 
 def test_inputs_of_any_size_must_be_alike() -> None:
-    """3.1 rule 2: non-ragged inputs with a -1 dim are compared; the batch size is not, and neither
-    is an input with fixed dims."""
+    """3.1 rule 2: non-ragged inputs with a -1 dim are compared.
+
+    Batch sizes and inputs with fixed dims are not compared.
+    """
     model = signature()
     assert key(model, 1, 3) == key(model, 5, 3)
     assert key(model, 1, 3) != key(model, 1, 4)
 
 
 def test_ragged_inputs_are_not_compared() -> None:
-    """3.6: `allow_ragged_batch` removes the input from shape equality; not the others."""
+    """3.6: `allow_ragged_batch` removes one input from the comparison, but not the other inputs."""
     model = signature(allow_ragged_batch=True)
     assert key(model, 1, 3, 4) == key(model, 2, 9, 4)
     assert key(model, 1, 3, 4) != key(model, 1, 3, 5)
 
 
 def test_the_sets_of_supplied_inputs_must_be_alike() -> None:
-    """3.1 rule 2: with any optional input, requests that supply others do not share a batch."""
+    """3.1 rule 2: requests that supply different optional inputs do not share a batch."""
     model = signature(allow_ragged_batch=True)
     assert key(model, 1, 3) != key(model, 1, 3, 4)
     model = Signature(
@@ -81,7 +85,7 @@ def test_the_count_must_be_between_required_and_total(names: str, got: str) -> N
 
 
 def test_more_inputs_than_the_model_has_are_rejected() -> None:
-    """3.6: nor may there be more than the model has."""
+    """3.6: a request must not have more inputs than the model."""
     names = ("FIXED", "FREE", "LAST", "MORE")
     tensors = [TensorRef(name, "UINT8", (1, 1), b"x") for name in names]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What processes are started with is the same at both ends."""
+"""The start records of processes can be encoded and decoded."""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""BYTES tensors on the wire, ranges, and what fits a model."""
+"""Serialised BYTES tensors, memory ranges, and the comparison of requests with a model's
+signature.
+"""
 
 import contextlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Contexts of traces, and the spans that processes tell."""
+"""Trace contexts, and the spans that processes report."""
 
 from typing import Any
 
@@ -20,7 +20,9 @@ TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 def span(span_id: str, parent_id: str, began_us: int = 0, **more: Any) -> Span:
-    """One that is made and enqueued at once; has its other times 10 us apart."""
+    """Return a span that is submitted and enqueued at once, and whose other times are 10 us
+    apart.
+    """
     at = [us * 1000 for us in range(began_us, began_us + 60, 10)]
     one = Span._make([span_id, parent_id, "m", "1", "", at[0], *at, 4, "full"])
     return one._replace(**more)

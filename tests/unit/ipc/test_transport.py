@@ -1,4 +1,4 @@
-"""Dealers and routers over real sockets: order, identities, ends, slow peers, libzmq."""
+"""Dealers and routers over real sockets: order, identities, disconnects, slow peers, libzmq."""
 
 import socket
 from collections.abc import Iterator
@@ -33,7 +33,9 @@ def dealer(router: Router) -> Iterator[Dealer]:
 
 
 def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Path) -> None:
-    """As a server does whose run directory was removed, and is another one's by now."""
+    """This happens if a server's run directory was removed and another server has created it
+    again.
+    """
     endpoint = f"ipc://{tmp_path}/both"
     first, second = Router(endpoint), Router(endpoint)
     first.close()
@@ -107,7 +109,7 @@ def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None
 
 
 def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer) -> None:
-    """More than any socket buffer holds, both ways at once; nothing is lost."""
+    """Both sides send more than the socket buffers hold, and nothing is lost."""
     dealer.send(m.Cancel(1))
     assert arrived(router)
     large = m.Finished(2, bytes(3 << 20), [])

@@ -1,4 +1,4 @@
-"""ZMTP: what is framed comes out again however it is cut, and nothing else is believed."""
+"""ZMTP: frames are decoded however they are split, and malformed bytes are rejected."""
 
 import itertools
 
@@ -13,7 +13,7 @@ HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"me")
 
 
 def fed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
-    """A decoder that got `data` in pieces, and the messages that it found."""
+    """Return a decoder that received `data` in pieces, and the decoded messages."""
     decoder = zmtp.Decoder()
     messages: list[bytes] = []
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})

@@ -1,4 +1,4 @@
-"""What a configuration leaves open: the server's defaults and the model's own word."""
+"""The completion of a configuration by the server's defaults and by the model."""
 
 import json
 from pathlib import Path
@@ -186,7 +186,9 @@ def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises(
 
 
 def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
-    """The supervisor does nothing else meanwhile: measured against reading what the model says."""
+    """The supervisor is blocked meanwhile, so the time is compared with that of parsing the
+    model's answer.
+    """
     written = parse_pbtxt(identity_config("m", "FP32", [1], inputs=4000))
     completed = to_dict(written)
     began = process_time()

@@ -1,4 +1,4 @@
-"""The rules of sequences and ensembles, with Triton's words, keys and places."""
+"""The rules of sequences and ensembles, with Triton's texts, the keys and the positions."""
 
 import pytest
 
@@ -17,7 +17,7 @@ FIRST = "sequence_batching.state[0].initial_state[0]"
 
 
 def at(text: str, what: str) -> str:
-    """`text` with its only mark before `what` instead."""
+    """Return `text` with its only mark, "@", moved before `what`."""
     return text.replace("@", "").replace(what, "@" + what, 1)
 
 

@@ -1,4 +1,6 @@
-"""An ensemble's graph and its steps' models: section 3.7, load-time checks, in Triton's words."""
+"""The load-time checks of an ensemble's graph and its step models (section 3.7), with Triton's
+texts.
+"""
 
 import re
 
@@ -19,7 +21,7 @@ def model(
     more: str = "",
     inputs: tuple[str, ...] = ("X",),
 ) -> ModelConfig:
-    """A model from X (and others) to Y."""
+    """Return a model with these inputs and the output Y."""
     given = "".join(
         f'input {{ name: "{each}" data_type: {data_type} dims: [ {dims} ] }} ' for each in inputs
     )
@@ -43,7 +45,7 @@ MODELS = {
 
 
 def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
-    """A step; "X=IN Z=b" maps names of the model to tensors."""
+    """Return a step; "X=IN Z=b" maps names of the model to tensors of the ensemble."""
     maps = ""
     for kind, pairs in (("input_map", inputs), ("output_map", outputs)):
         for pair in pairs.split():
@@ -53,7 +55,7 @@ def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
 
 
 def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -> ModelConfig:
-    """The ensemble "e" from IN to OUT, composed with the models that there are."""
+    """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
     out = "".join(f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs)
     ensemble = config(
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
@@ -161,5 +163,8 @@ def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> Non
 
 
 def test_one_stream_may_meet_what_there_is_one_of() -> None:
-    """Beyond Triton, which counts the ensemble's inputs as another stream."""
+    """A decoupled tensor may meet tensors that exist once per request.
+
+    Triton rejects this, because it counts the ensemble's inputs as another stream.
+    """
     composed(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))

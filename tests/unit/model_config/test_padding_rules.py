@@ -1,4 +1,4 @@
-"""The parameter `padding`: a mistake is told with what was found and what is allowed."""
+"""The parameter `padding`: errors contain the found value and the allowed values."""
 
 import json
 from typing import Any

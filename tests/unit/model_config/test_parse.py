@@ -1,4 +1,4 @@
-"""Configurations are read, printed and filled in as Triton and protobuf do."""
+"""Configurations are parsed, printed and completed as by Triton and protobuf."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ COMPLETED = {
 
 
 def refusal(text: str) -> list[str]:
-    """The lines with which `parse_pbtxt` refuses a text."""
+    """Return the lines of the error that `parse_pbtxt` raises for a text."""
     with pytest.raises(InvalidArgument) as caught:
         parse_pbtxt(text, "m/config.pbtxt")
     return caught.value.message.splitlines()
@@ -54,7 +54,7 @@ def refusal(text: str) -> list[str]:
 
 
 def with_numbers(value: Any) -> Any:
-    """Triton prints a few int64 as strings (it corrects most of them itself): all as numbers."""
+    """Convert the int64 values that Triton prints as strings to numbers."""
     if isinstance(value, dict):
         return {
             key: [int(item) for item in member]
@@ -131,7 +131,7 @@ def test_it_lives_beside_tritons_own_code() -> None:
 
 
 def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
-    """Any message of the schema as the keyword arguments of its class."""
+    """Draw a message of the schema as keyword arguments of its class."""
 
     def scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         kind = field.cpp_type
@@ -326,7 +326,7 @@ def test_what_is_printed_reads_back(config: ModelConfig) -> None:
 
 
 def as_numbers(value: Any) -> Any:
-    """protobuf's JSON with its int64 strings as numbers, by trial (names here are never digits)."""
+    """Convert the int64 strings in protobuf's JSON to numbers; no name consists of digits."""
     if isinstance(value, dict):
         return {key: as_numbers(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -420,7 +420,7 @@ def test_json_takes_the_spellings_of_proto3() -> None:
     ],
 )  # fmt: skip
 def test_json_is_read_as_leniently_as_by_protobuf(lenient: str, strict: str) -> None:
-    """A real Triton takes each of these in the configuration of a load request."""
+    """Triton accepts each of these texts in the configuration of a load request."""
     assert from_json(lenient) == from_json(strict)
 
 

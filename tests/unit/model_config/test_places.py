@@ -1,5 +1,6 @@
-"""Where what is said about a configuration points to, and what is not said beside what could not
-be read."""
+"""The positions in error messages about a configuration, and errors that unreadable fields
+suppress.
+"""
 
 import json
 import re
@@ -23,7 +24,7 @@ FILES = sorted(
 
 
 def pointed(text: str, at: str) -> str:
-    """The text from a position on, which must be inside of it."""
+    """Return the text from a position on, which must be inside the text."""
     line, column = map(int, at.split(":"))
     lines = text.split("\n")
     assert 1 <= line <= len(lines)
@@ -34,12 +35,12 @@ def pointed(text: str, at: str) -> str:
 
 
 def of_map(key: Key) -> bool:
-    """Whether it is within a map's member, which text format and JSON write quite differently."""
+    """Return whether a key is within a map entry, which text format and JSON write differently."""
     return "key" in key or "value" in key
 
 
 def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
-    """Every place of a key is where its name is written, and that of an element there or at it."""
+    """Check that each position is that of the key's name, or that of an element."""
     for key, at in source.positions.items():
         rest, name = pointed(text, at), key[-1]
         if isinstance(name, str) and name[0] != "[":

@@ -1,4 +1,4 @@
-"""Every rule of a configuration, with Triton's words, the key it is about and the place of that."""
+"""Every rule of a configuration, with Triton's text, its key, and the key's position."""
 
 from pathlib import Path
 
@@ -445,7 +445,7 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["default_model_filename", "runtime"])
 @pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
 def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
-    """R17: nothing that a configuration names is outside of the model."""
+    """R17: a configuration names no file outside of the model."""
     text = f'{PYTHON} {IO} @{field}: "{file}"'
     found = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "

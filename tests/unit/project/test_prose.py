@@ -93,11 +93,15 @@ def docstrings(path: Path) -> Iterator[Text]:
 
 
 def comments(path: Path) -> Iterator[Text]:
-    """The comments of a module; adjacent lines are one comment."""
+    """Yield the comments of a module. Adjacent lines are one comment, unless they follow code."""
     run: list[tokenize.TokenInfo] = []
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     for token in [*(each for each in tokens if each.type == tokenize.COMMENT), None]:
-        if run and (token is None or token.start[0] != run[-1].start[0] + 1):
+        if run and (
+            token is None
+            or token.start[0] != run[-1].start[0] + 1
+            or any(each.line[: each.start[1]].strip() for each in (token, run[-1]))
+        ):
             where = f"{path.relative_to(ROOT)}:{run[0].start[0]}"
             yield Text(where, "comment", " ".join(each.string.lstrip("# ") for each in run))
             run = []

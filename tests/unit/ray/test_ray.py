@@ -1,4 +1,4 @@
-"""Applications of Ray Serve: what they are built of, and what a replica passes on."""
+"""Ray Serve applications: their deployments, and the requests that a replica forwards."""
 
 from typing import Any
 

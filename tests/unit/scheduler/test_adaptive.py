@@ -15,13 +15,13 @@ from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, 
 
 
 def adaptive(target_ms: float = 60, most: int = 32, delay_ms: float = 0) -> AdaptiveBatcher:
-    """An adaptive batcher for batches up to `most`."""
+    """Return an adaptive batcher with this maximum batch size."""
     rules = Batching(most, frozenset({most}), int(delay_ms * MS), int(target_ms * MS))
     return AdaptiveBatcher(rules)
 
 
 def fixed(delay_ms: float, most: int = 32) -> DynamicBatcher:
-    """A batcher that waits up to this delay; 0: prefer_latency."""
+    """Return a batcher with this delay. 0 means prefer_latency."""
     return DynamicBatcher(Batching(most, frozenset({most}), int(delay_ms * MS)))
 
 
@@ -153,8 +153,11 @@ def test_the_better_way_may_change() -> None:
 def learned(
     target_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
-    """A batcher of a model that takes 10 ms + 1 ms each, whose bursts of 16 come with this gap; and
-    the time: the end of a batch, with nobody here."""
+    """Return a batcher that has learned a model and its load, and the time at the end of a batch.
+
+    The model takes 10 ms, and 1 ms per request. Requests arrive in bursts of 16 at this interval.
+    The queue is empty.
+    """
     batcher = adaptive(target_ms, delay_ms=delay_ms)
     clock, now = random.Random(3), 0
     for _ in range(60):
@@ -221,7 +224,9 @@ def test_a_deadline_and_a_drain_end_the_wait() -> None:
 
 
 def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
-    """10 ms + 1 ms each: 12 together take 22 ms, 9 take 19 and the other 3 then 13."""
+    """The model takes 10 ms and 1 ms per request: 12 requests take 22 ms; 9 take 19 ms, and the
+    other 3 take 13 ms.
+    """
     batcher, now = learned(42, gap_ms=0.1)
     old = [Item(now - 22 * MS) for _ in range(4)]
     new = [Item(now) for _ in range(8)]
@@ -233,7 +238,7 @@ def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
-    """A batcher that has learned from any load, the time, and any queue."""
+    """Draw a batcher that has learned any load, the time, and a queue."""
     most = draw(st.integers(1, 12))
     batcher: Batcher = adaptive(draw(st.sampled_from([1, 20, 500])), most)
     now = here = 0
@@ -283,7 +288,7 @@ def test_every_decision_is_legal_and_every_wait_ends(
 
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])
 def test_clients_that_wait_for_responses_get_more_of_them(clients: int) -> None:
-    """More than from either fixed strategy, and within the target."""
+    """The throughput exceeds that of both fixed strategies, within the target."""
     runs = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
             clients, 200 * clients, about(0.4)
@@ -316,7 +321,7 @@ def test_a_lone_client_waits_for_nobody() -> None:
 
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
 def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
-    """Beside a fixed delay for full batches, which misses it."""
+    """A fixed delay for full batches would miss the target."""
     run = Simulation(adaptive(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
     assert run.percentile_ms(99) < 40
     patient = Simulation(fixed(30), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)

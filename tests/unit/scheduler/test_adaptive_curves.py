@@ -1,4 +1,6 @@
-"""The adaptive batcher on models whose times are no line: beside the best fixed size and delay."""
+"""The adaptive batcher on models with non-linear batch durations, compared with the best fixed
+rules.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
 
 
 def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
-    """The times of a model that has run batches of these sizes."""
+    """Return the estimates for a model that has run batches of these sizes."""
     times, timer = SizeTimes(32), curve.timer(1, 1.0)
     for number in range(batches):
         size = sizes[number % len(sizes)]
@@ -112,7 +114,7 @@ def test_large_sizes_share_an_index_and_none_exceeds_the_queue(largest: int) -> 
 
 
 def test_a_cliff_within_the_target() -> None:
-    """20 ms up to a size of 8 and 100 ms above; batches of at most 8 hold the target easily."""
+    """Sizes up to 8 take 20 ms, larger ones 100 ms. Batches of at most 8 meet the target easily."""
     load = Load(250, requests=7500, length_s=30)
     for seed in (1, 2):
         made = compare(CURVES["step at 8"], load, seed, target_ms=80)
@@ -121,8 +123,10 @@ def test_a_cliff_within_the_target() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 6, 7])
 def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int) -> None:
-    """All takes 3 times as long for 1.5 s, and so does the first batch of 8: batches of 32 just
-    keep up with what comes, so that nothing else forces another trial of 8."""
+    """Every batch takes 3 times as long for the first 1.5 s, including the first batch of 8.
+
+    Batches of 32 just keep up with the load, so that nothing else causes another trial of 8.
+    """
     timer, seen = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
 
     def time_ns(size: int, now_ns: int) -> float:
@@ -137,8 +141,10 @@ def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int)
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 8])
 def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
-    """In batches of 7 one instance does what comes, in larger ones it does not; times scatter so
-    that this is hard to see."""
+    """An instance keeps up with batches of 7, but not with larger ones.
+
+    Noise hides this difference.
+    """
     rate = 0.85 * SCATTERED.most_per_second
     rules = Batching(32, frozenset({32}), 0, 400 * MS)
     run = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED, seed)

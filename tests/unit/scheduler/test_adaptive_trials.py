@@ -1,4 +1,4 @@
-"""What the adaptive batcher tries, and what that may cost."""
+"""The trials of the adaptive batcher, and the misses that they may cause."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ MOMENT = Moment(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, needed=False)
 
 
 def settled() -> Account:
-    """An account after the time to learn."""
+    """Return an account after the learning period."""
     account = Account()
     account.end_learning()
     return account
@@ -27,7 +27,11 @@ def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
 
 
 def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
-    """100 ms for 9: 9 late in it, and 47.5 ms lost of which 0.25 come each, at 3/8 idle: 32."""
+    """A batch of 9 takes 100 ms: 9 requests are late in it.
+
+    During the lost 47.5 ms, 0.25 requests arrive per ms; with 3/8 idle time, 32 requests are late
+    after it.
+    """
     for credit, allowed in ((40.0, False), (42.0, True)):
         account = Account()
         account.credit = credit
@@ -91,7 +95,7 @@ def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
 
 
 def test_the_load_of_each_of_several_instances() -> None:
-    """Three of them, each of which does 8 requests of 2 rows in 24 ms."""
+    """Three instances complete 8 requests of 2 rows in 24 ms each."""
     load, now = Load(), 0
     for _ in range(400):
         now += 8 * MS

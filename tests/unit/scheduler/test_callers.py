@@ -1,4 +1,4 @@
-"""Calls of models that wait for their own callers: which of them fail, and which may wait."""
+"""Calls between models that wait for each other: which calls fail, and which may wait."""
 
 from typing import Any
 
@@ -51,7 +51,10 @@ def test_a_call_waits_while_an_instance_may_become_free() -> None:
 
 
 def test_two_callers_that_wait_for_each_other() -> None:
-    """Each holds one of two instances; the second one fails, and the first one may go on."""
+    """Each caller occupies one of two instances.
+
+    The second call fails, so that the first can continue.
+    """
     made = rig(2)
     (_, first), (_, second) = made.begin(), made.begin()
     made.submit(callers=line(100, first))
@@ -87,7 +90,7 @@ def test_an_expected_instance_may_run_it() -> None:
 
 
 def test_a_call_in_the_sequence_of_its_caller_fails() -> None:
-    """The sequence stays at its instance, while a different one is free."""
+    """The sequence is bound to the caller's instance, although another instance is free."""
     made = rig(2, sequences={})
     _, batch = made.begin(correlation_id=5, flags=START)
     made.submit(correlation_id=5, callers=line(100, batch))

@@ -1,4 +1,4 @@
-"""A request's way through the scheduler, and what happens when something ends it."""
+"""A request in the scheduler, from submission to its end, and every cause of an early end."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ OTHER = b"7001.cd"
 
 
 def failed(number: int, code: str, message: str, early: bool = False) -> m.Failed:
-    """An error without a hint when to come back."""
+    """Return an error without a retry hint."""
     return m.Failed(number, code, message, 0, early)
 
 
@@ -198,7 +198,7 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
 
 
 def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
-    """The worker of a scheduler's predecessor comes once it has time."""
+    """The worker of a predecessor scheduler connects later."""
     rig = Rig()
     rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
     rig.client(m.Release(100, [64, 0]))
@@ -217,8 +217,11 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
 
 
 def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
-    """Clients may hear of it first, also after other instances were announced. Of processes that
-    there are not, so much is kept, and none of what is for those that there are goes for it."""
+    """Clients may learn of a successor before its instances are announced.
+
+    Releases for unknown pids are kept up to a limit, without displacing those for announced
+    instances.
+    """
     rig = Rig()
     rig.client(m.Release(100, [64]))
     rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
@@ -248,7 +251,9 @@ def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> 
 
 
 def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None:
-    """It is busy with what a predecessor gave it, and has lent that client something."""
+    """The worker still executes requests of a predecessor, and has lent memory to the exited
+    client.
+    """
     rig = Rig()
     first = rig.start(0, 100)
     rig.supervisor(InstanceExpected(1, 101), ProcessExited(7000, ""))
@@ -259,7 +264,7 @@ def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None
 
 
 def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
-    """The one that was there had died, and its index is free again."""
+    """The retiring instance's worker had died, so its index is free."""
     rig = Rig()
     rig.start(0, 100)
     rig.start(1, 101)
@@ -289,7 +294,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_expired_requests_are_removed_from_a_full_queue() -> None:
-    """Also within a turn, when an instance has just become free."""
+    """Holds also within a turn, when an instance has just become free."""
     rig = Rig(max_queue_size=1)
     (late,) = rig.submit(timeout_ns=5 * MS)
     rig.now += 6 * MS
@@ -411,7 +416,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
 
 
 def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> None:
-    """A pid is not reused for as long, so that this is never a frame of a new process."""
+    """A pid is not reused so soon, so a frame with it is never one of a new process."""
     rig = Rig()
     rig.submit()
     rig.supervisor(ProcessExited(7000, "signal 9"))
@@ -444,7 +449,10 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
 def test_an_only_instance_has_its_next_batch_while_it_computes(
     busy_ns: int, instances: int, sent: int
 ) -> None:
-    """If that ends soon; several have more than one where a message takes as long."""
+    """A batch is sent ahead if the running one ends soon.
+
+    Several instances have one ahead only if messages take as long as executions.
+    """
     rig = Rig({}, max_batch_size=1)
     for index in range(instances):
         rig.start(index, 100 + index)
@@ -616,7 +624,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
 
 
 def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
-    """It would give something else than its answer."""
+    """A retry could return a different result."""
     rig = Rig({})
     rig.start(0, 100)
     begun = rig.submit(2, work=in_place_work())
@@ -766,8 +774,7 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
 
 
 def drained(rig: Rig) -> bool:
-    """Whether the supervisor has been told so since the last time; what was counted it gets first,
-    each time."""
+    """Return whether `Drained` was sent since the last call; the counts must precede it."""
     told = rig.to_supervisor()
     assert {type(message) for message in told[:-1]} <= {InstanceServed, StatisticsSnapshot}
     return bool(told) and told[-1] == Drained()

@@ -1,5 +1,6 @@
-"""Many responses to one request (section 3.10): the slot of a worker and the end of a request are
-apart.
+"""Several responses to one request (section 3.10).
+
+The worker's slot becomes free independently of the end of the request.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ DIED = "the model's worker died before this request's last response"
 
 
 def started(**options: Any) -> tuple[Rig, bytes, int, int]:
-    """A decoupled model with one request at its worker: its number, and its key there."""
+    """Start a decoupled model with one request at its worker; return also its number and key."""
     rig, peer = ready_rig(decoupled=True, **options)
     number, batch = rig.begin()
     return rig, peer, number, batch.requests[0].key
@@ -43,7 +44,7 @@ def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_reque
 
 
 def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
-    """An ensemble adds up the times of its steps."""
+    """An ensemble sums the durations of its steps."""
     rig, peer, _, key = started()
     rig.pass_time(3 * MS)
     rig.respond(peer, key, b"", final=True)
@@ -350,7 +351,7 @@ def test_a_request_is_counted_once_in_either_order(first: str) -> None:
 
 
 def test_one_request_too_many_waits_in_the_queue() -> None:
-    """Of a model that answers so many side by side: what waits is no execution."""
+    """The model has its maximum number of open requests. A waiting request is no execution."""
     rig = Rig(
         decoupled=True, max_batch_size=0, parameters={"max_streams": "2"}, execution_timeout_s=1
     )

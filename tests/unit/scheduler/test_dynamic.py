@@ -1,4 +1,4 @@
-"""The dynamic batcher's rules, one by one and as properties of any queue."""
+"""The dynamic batcher's rules, as single cases and as properties of arbitrary queues."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ DELAY = 100_000
 
 @dataclass(slots=True)
 class Item:
-    """A request as the batcher sees it."""
+    """A request with the attributes that the batcher reads."""
 
     units: int = 1
     shape_key: bytes = b""
@@ -26,12 +26,12 @@ class Item:
 
 
 def rules(most: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
-    """Rules with Triton's default for the preferred sizes."""
+    """Return batching rules with Triton's default preferred size."""
     return Batching(most, frozenset(preferred or (most,)), delay_ns)
 
 
 def items(*units: int) -> list[Item]:
-    """Requests of these sizes."""
+    """Return requests of these sizes."""
     return [Item(size) for size in units]
 
 
@@ -104,8 +104,10 @@ SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, 
 def test_padded_shapes_share_a_batch_up_to_their_bound(
     asked: list[tuple[int, int]], most_waste: float, most: int
 ) -> None:
-    """The first requests that fit and may be padded together, in order, and no other one: what
-    closes the batch is the request that would have made it wasteful."""
+    """A batch has the first requests that fit and may be padded together, in order.
+
+    The request that would make it wasteful closes the batch.
+    """
     pads = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
     queued = [
         Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)})) for length, units in asked
@@ -137,7 +139,7 @@ def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
-    """Any queue of admitted requests, any rules, any reserve."""
+    """Draw a queue of admitted requests, rules, and a reserve."""
     most = draw(st.integers(1, 12))
     how = Batching(
         most,
@@ -155,7 +157,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
 
 
 def fits(queue: list[Item], count: int, how: Batching) -> bool:
-    """Whether the first `count` requests may run together."""
+    """Return whether the first `count` requests may run together."""
     chosen = queue[:count]
     return sum(item.units for item in chosen) <= how.max_batch_size and all(
         item.shape_key == chosen[0].shape_key for item in chosen
@@ -163,7 +165,7 @@ def fits(queue: list[Item], count: int, how: Batching) -> bool:
 
 
 def reached(queue: list[Item], how: Batching) -> int:
-    """How many requests may run together at most."""
+    """Return the maximum number of requests that may run together."""
     count = 0
     while count < len(queue) and fits(queue, count + 1, how):
         count += 1

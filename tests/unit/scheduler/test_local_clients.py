@@ -1,4 +1,4 @@
-"""What a scheduler believes of what a local client says of its request."""
+"""A scheduler's checks of the fields in local clients' requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SECOND = 10**9
     ],
 )
 def test_when_a_request_arrived_is_believed_within_a_second(said: int, believed: int) -> None:
-    """One whole day, said of one request, would be the mean of all of them for months."""
+    """A reported arrival one day ago would distort the mean of all requests for months."""
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))
     submit = m.Submit(1, *work, said, 0, 0, 0, "mine")

@@ -1,4 +1,4 @@
-"""Which of local clients' requests are measured, and what is told of them at their end."""
+"""Traces of local clients' requests: which requests are traced, and the report at their end."""
 
 import time
 from dataclasses import asdict
@@ -17,7 +17,7 @@ CALLER = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
 
 
 class Told(list[Any]):
-    """A control link."""
+    """A fake control link."""
 
     malformed = 0
 

@@ -1,4 +1,4 @@
-"""The pool: announcements, offers, exits, batches and limits in every order."""
+"""The instance pool: announcements, registrations, exits, batches and limits in every order."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
 
 
 def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
-    """Announce and offer an instance; its address."""
+    """Announce and register an instance; return its address."""
     peer = b"%d.%d" % (index, pid)
     pool.expect(index, pid)
     pool.offer(index, peer, pid)
@@ -30,7 +30,7 @@ def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
 
 
 def counts(pool: Pool) -> dict[str, int]:
-    """The states that some instance is in."""
+    """Return the number of instances by state, without zeros."""
     return {state: number for state, number in pool.counts().items() if number}
 
 
@@ -68,7 +68,7 @@ def test_an_offer_of_a_process_that_is_gone_is_forgotten(pool: Pool) -> None:
 
 
 def test_only_who_was_announced_is_taken() -> None:
-    """Whoever else offers itself waits for ever, whenever it comes."""
+    """Other workers that register are never accepted."""
     pool = Pool(0)
     pool.offer(0, b"0.500", 500)
     pool.expect(0, 0)
@@ -271,7 +271,7 @@ def test_one_that_dies_while_it_retires_is_gone(pool: Pool) -> None:
 
 
 def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
-    """Of a decoupled model: the others wait in the queue."""
+    """Further requests of the decoupled model wait in the queue."""
     pool = Pool(0, None, 2)
     ready(pool)
     batches = [execution(1), execution(2)]

@@ -1,4 +1,4 @@
-"""The priority queue against a list that is sorted anew for each question."""
+"""The priority queue, compared with a list that is sorted for each query."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ def request(key: int, level: int) -> ScheduledRequest:
 
 
 class AgainstAList(RuleBasedStateMachine):
-    """Each request in a plain list, with the place that it is to have as a sort key."""
+    """A model of the queue: a plain list of requests with sort keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class AgainstAList(RuleBasedStateMachine):
     @precondition(lambda self: self.naive)
     @rule(data=st.data())
     def delay(self, data: st.DataObject) -> None:
-        """A request's timeout passes."""
+        """Let the timeout of a request expire."""
         in_time = [each for _, each in self.naive if not each.delayed]
         if in_time:
             self.memory_ranges += 1
@@ -57,7 +57,7 @@ class AgainstAList(RuleBasedStateMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        """A request leaves, or has left before."""
+        """Remove a request, which may have been removed before."""
         chosen = data.draw(st.sampled_from(self.made))
         there = chosen in self._expected()
         self._drop([chosen])
@@ -65,7 +65,7 @@ class AgainstAList(RuleBasedStateMachine):
 
     @rule(data=st.data(), back=st.booleans())
     def take(self, data: st.DataObject, back: bool) -> None:
-        """A batch is taken, and perhaps put back."""
+        """Remove a batch, and put it back if `back` is set."""
         expected = self._expected()
         count = data.draw(st.integers(0, len(expected)))
         taken = self.queue.take(count)
@@ -79,7 +79,7 @@ class AgainstAList(RuleBasedStateMachine):
 
     @invariant()
     def is_the_same(self) -> None:
-        """Order and counts are the list's."""
+        """Check that the order and the counts equal those of the list."""
         expected = self._expected()
         assert list(self.queue) == expected
         assert len(self.queue) == len(expected)

@@ -1,4 +1,4 @@
-"""The queue: who is admitted, who leaves, and when a request's time is over."""
+"""The request queue: admission, removal, and timeouts."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
 def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
-    """The queue of a model with batches up to 8 and this queue policy."""
+    """Return the queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
         "max_batch_size": 8,
@@ -29,7 +29,7 @@ def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> Re
 
 
 def submit(**fields: Any) -> Submit:
-    """A request of one row that arrived a moment ago."""
+    """Return a request of one row that has just arrived."""
     given = {
         "id": 1,
         "schema": b"",
@@ -115,7 +115,7 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
 
 
 def test_no_request_is_put_behind_those_whose_order_is_kept() -> None:
-    """Where a timeout delays, a request's own would hold up the responses to all others."""
+    """With preserve_ordering, a delayed request would hold up the responses of all others."""
     policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
     for ordered, limit_us in ((False, 40), (True, 0)):
         dynamic = {"default_queue_policy": policy, "preserve_ordering": ordered}

@@ -1,4 +1,4 @@
-"""A decision of the scheduler does not take longer the more requests are queued."""
+"""The cost of a scheduling decision does not grow with the number of queued requests."""
 
 import sys
 from types import FrameType
@@ -16,7 +16,7 @@ _PARAMETERS = {
 
 
 def calls_a_request(queued: int, config: dict[str, Any]) -> float:
-    """How many functions are called for a request, in Python and in C."""
+    """Return the number of function calls per request, in Python and in C."""
     busy, calls = BusyQueue(queued, config), 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -35,7 +35,9 @@ def calls_a_request(queued: int, config: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("parameters", [{}, _PARAMETERS], ids=["prefer_batch", "adaptive"])
 def test_a_request_costs_no_more_with_many_queued(parameters: dict[str, Any]) -> None:
-    """With priorities, timeouts that reject and delay, and cancellations from the middle."""
+    """Covers priorities, timeouts that reject and delay, and cancellations in the middle of the
+    queue.
+    """
     config = {**CONFIG, "parameters": parameters}
     few, many = (calls_a_request(queued, config) for queued in (100, 20_000))
     assert many < few * 1.15

@@ -37,7 +37,7 @@ LARGE = 100_000
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    """A process's memory: a gateway's, or a worker's."""
+    """Yield the arena of a gateway or a worker."""
     made = Arena(8 << 20)
     yield made
     made.close()
@@ -61,7 +61,7 @@ def cached(
 
 
 def released(memory_range: Range) -> m.Release:
-    """What gives a place back."""
+    """Return the message that releases a memory range."""
     return m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
 
 
@@ -83,7 +83,7 @@ def placed(arena: Arena, data: bytes) -> Range:
 
 
 def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
-    """A request that must be executed; its number."""
+    """Execute a request that is not cached; return its number."""
     number, batch = rig.begin(work=request)
     rig.finish(peer, batch, ok(batch.requests[0].key, result))
     (answer,) = rig.answers()
@@ -105,7 +105,7 @@ def hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
 
 
 def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
-    """Rule 3.8.3: executions and inferences stay; success, queue and the hit count."""
+    """Rule 3.8.3: a hit counts as success, queue and hit, but not as execution or inference."""
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
@@ -133,7 +133,7 @@ def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
 
 
 def test_hits_keep_the_order_of_requests() -> None:
-    """Section 3.8: with preserve_ordering hits are ordered too."""
+    """Section 3.8: with preserve_ordering, hits are ordered, too."""
     rig = cached(dynamic={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
@@ -165,7 +165,7 @@ def test_the_body_of_a_request_is_hashed_where_a_gateway_has_put_it(arena: Arena
 
 
 def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
-    """The cache's own bytes are in nobody's reach, and copies are taken back."""
+    """No reader can change the cached bytes, and the copies are released."""
     rig = cached()
     peer = rig.start()
     made = placed(arena, b"l" * LARGE)
@@ -231,7 +231,7 @@ def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
 
 
 def regions(arena: Arena) -> dict[str, Packed]:
-    """Requests whose memory no scheduler reads."""
+    """Return requests whose inputs or outputs are in memory that schedulers do not read."""
     memory_range = placed(arena, b"r" * 64)
     memory, copied = memory_range.memory, memory_range.memory
     held = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
@@ -255,7 +255,7 @@ def regions(arena: Arena) -> dict[str, Packed]:
     ],
 )
 def test_what_lies_in_a_clients_region_passes_the_cache_by(arena: Arena, which: str) -> None:
-    """A client could change it between the hash and the execution, and answer others so."""
+    """A client could change its region between the hash and the execution, and poison the cache."""
     rig = cached()
     peer = rig.start()
     for _ in range(2):
@@ -265,7 +265,7 @@ def test_what_lies_in_a_clients_region_passes_the_cache_by(arena: Arena, which: 
 
 
 def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    """Rule 3.8.4: it is not inserted, which is logged."""
+    """Rule 3.8.4: the response is not inserted, which is logged."""
     rig = cached(byte_size=1000)
     peer = rig.start()
     run(rig, peer, work(), body(b"small"))
@@ -308,7 +308,7 @@ def test_without_a_cache_nothing_is_asked_for() -> None:
 
 
 def test_arrays_of_any_shape_are_told_apart() -> None:
-    """Section 3.8: the same bytes as [1, 4] and as [4] are two entries."""
+    """Section 3.8: the same bytes with the shapes [1, 4] and [4] are two entries."""
     rig = cached()
     peer = rig.start()
     data = np.arange(4, dtype=np.int8).tobytes()
@@ -402,7 +402,9 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
-    """Rule 3.8.5: bounded by bytes, the least recently used evicted, nothing larger than all."""
+    """Rule 3.8.5: the size in bytes is bounded, the least recently used entry is evicted, and
+    no entry is larger than the cache.
+    """
     cache: LruCache[int] = LruCache(50)
     bound = 50
     kept: dict[bytes, int] = {}  # least recently used first

@@ -1,4 +1,4 @@
-"""What a configuration means for scheduling."""
+"""The scheduling settings that a configuration results in."""
 
 from typing import Any
 
@@ -94,7 +94,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
     ],
 )
 def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], limited: bool) -> None:
-    """Rule 3.1.8: then batches form only when an instance waits."""
+    """Rule 3.1.8: batches then form only when an instance is free."""
     assert read({"dynamic_batching": block}, max_queue_size=100).policies.limited is limited
 
 

@@ -1,4 +1,4 @@
-"""What is counted, and how it is shown."""
+"""The scheduler's statistics and their representation."""
 
 from typing import Any
 
@@ -87,7 +87,9 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
 
 
 def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
-    """The scheduler may hear of several at once, after the worker has done them in a row."""
+    """The results of several batches may arrive together after the worker has executed them in
+    a row.
+    """
     rig, peer = ready_rig()
     for _ in range(50):  # executions so short that a worker may have more than one
         rig.submit()
@@ -273,13 +275,13 @@ def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
 
 
 def told_supervisor(rig: Rig) -> dict[str, Any]:
-    """What a scheduler has last given to whoever comes after it."""
+    """Return the last snapshot that a scheduler has sent for its successor."""
     kept = [message for _, message in rig.control.take() if type(message) is StatisticsSnapshot]
     return dict(kept[-1].statistics)
 
 
 def run_one(rig: Rig) -> m.Execute:
-    """A batch of one request, sent as soon as there is an instance."""
+    """Return a batch of one request, sent once an instance is free."""
     rig.submit()
     return rig.execute()[1]
 

@@ -1,4 +1,4 @@
-"""The tables of a scheduler's statistics: quantiles of a minute, and responses by their index."""
+"""The tables of a scheduler's statistics: quantiles of the last minute, and responses by index."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ NONE = {"count": 0, "ns": 0}
 
 
 def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
-    """What is not zero, as (count, ns)."""
+    """Return the non-zero entries as (count, ns)."""
     return stats_of(rig.report())
 
 
@@ -27,14 +27,14 @@ def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def begun(**options: Any) -> tuple[Rig, bytes, int, int]:
-    """A decoupled model with a request that was sent to its worker just now: number and key."""
+    """Start a decoupled model and send a request to its worker; return also its number and key."""
     rig, peer = ready_rig(decoupled=True, **options)
     (number,) = rig.submit()
     return rig, peer, number, rig.execute()[1].requests[0].key
 
 
 def give(rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any) -> None:
-    """A response after so much computing and writing."""
+    """Send a response with these compute and output times."""
     rig.now += infer_ns + output_ns
     given = rig.now - output_ns
     rig.respond(peer, key, given_ns=given, written_ns=rig.now, **fields)

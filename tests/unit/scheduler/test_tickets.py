@@ -11,7 +11,9 @@ ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def asked(rig: Rig) -> list[Any]:
-    """What the supervisor was asked, and given back."""
+    """Return the messages to the supervisor since the last call: requests and returns of
+    tickets.
+    """
     kinds = (m.AskTicket, m.TicketReturned)
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
@@ -38,7 +40,7 @@ def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
 
 
 def test_who_goes_on_asks_before_it_gives_back() -> None:
-    """Rule 3.9.3: else who waits would be next, however much it has had."""
+    """Rule 3.9.3: otherwise a waiting model would always be next, whatever its share so far."""
     rig = limited()
     rig.submit(2)
     rig.supervisor(m.TicketGranted(1))
@@ -69,8 +71,10 @@ def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
 
 
 def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
-    """It is asked again with each request that comes before the ticket, and with the ticket:
-    that must not begin another wait."""
+    """The batcher decides again at each arrival and at the ticket.
+
+    This must not restart the wait.
+    """
     rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
 
     def grant() -> None:

@@ -1,4 +1,4 @@
-"""What a scheduler waits for, and how long."""
+"""The waits of a scheduler's event loop: descriptors, timers and precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAITS_NS = (100_000, 20_000_000)  # the first uses ppoll(2), the second epoll_w
 
 @pytest.fixture
 def pipes() -> Iterator[list[tuple[int, int]]]:
-    """Two pipes whose ends to read from have high numbers."""
+    """Yield two pipes whose read ends have high descriptor numbers."""
     made = []
     for _ in range(2):
         low, writes = os.pipe()
@@ -34,7 +34,7 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.fixture
 def low_descriptors_taken() -> Iterator[None]:
-    """The next descriptor is above 1,023."""
+    """Occupy all descriptors up to 1,023."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(most, 2 * _HIGH)))

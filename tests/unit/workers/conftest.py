@@ -1,4 +1,4 @@
-"""What tests of the workers' room share."""
+"""Fixtures of the workers' tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.rigs.worker_rig import Rig, rig
 
 @pytest.fixture(autouse=True)
 def no_server_is_left() -> Iterator[None]:
-    """A Python backend that a test makes is this process's: it ends with the test."""
+    """Close the Python backend that a test has created, since a process has only one."""
     yield
     server.install(None)
 

@@ -1,4 +1,4 @@
-"""Offline models of Ascend devices, up to the library's edge: the calls that it would get."""
+"""Offline models for Ascend devices, tested against a fake library that records its calls."""
 
 import sys
 from collections.abc import Iterator

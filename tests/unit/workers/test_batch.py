@@ -1,4 +1,6 @@
-"""A worker's data path: views where possible, one copy where not; each request's errors its own."""
+"""A worker's data path: views where possible, otherwise one copy; errors fail only their
+request.
+"""
 
 import os
 import tracemalloc
@@ -49,7 +51,7 @@ def region() -> Iterator[Region]:
 
 
 def echo(requests: list[Request]) -> list[Response]:
-    """X to Y, whatever it is."""
+    """Return the input X of each request as its output Y."""
     return [
         Response([Output("Y", r.inputs["X"].datatype, r.inputs["X"].numpy())]) for r in requests
     ]
@@ -58,7 +60,7 @@ def echo(requests: list[Request]) -> list[Response]:
 def one_tensor(
     data_type: str = "FP32", dims: tuple[int, ...] = (-1,), most: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """A model with the input X and the output Y of the same kind."""
+    """Return a configuration with an input X and an output Y of the same datatype and shape."""
     return model_config(
         [tensor_config("X", data_type, dims, **more)],
         [tensor_config("Y", data_type, dims, **more)],
@@ -157,7 +159,10 @@ def test_a_ragged_input_comes_flat() -> None:
 
 
 def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> None:
-    """In is a view, out is the one copy: nothing of the tensor's size is allocated on the way."""
+    """The input is a view, and the output is copied once.
+
+    No buffer of the tensor's size is allocated.
+    """
     data = np.random.rand(4 * MIB).astype(F32)
     source = region.write(0, data)
     seen: list[Any] = []
@@ -223,7 +228,9 @@ def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
 
 
 def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) -> None:
-    """Inline when small, the arena when not, the client's place when it names one."""
+    """A small output is inline, a large one is in the arena, and a requested range of a client
+    is used.
+    """
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     small, large = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
     (reply,) = worker.batch(inference(tensor("X", small)))
@@ -247,7 +254,10 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
 def test_an_input_that_is_returned_stays_where_it_is(
     worker: Rig, region: Region, allowed: bool
 ) -> None:
-    """Where the request allows it; a part of it, or what was computed, is written all the same."""
+    """Applies only if the request allows it.
+
+    A part of an input, or a computed output, is still written.
+    """
     data = np.arange(MIB, dtype=F32)
     made = ["whole", "part", "whole", "computed"]
 
@@ -274,7 +284,9 @@ def test_an_input_that_is_returned_stays_where_it_is(
 def test_what_is_written_over_an_input_changes_no_other_output(
     worker: Rig, region: Region, size: int, names: str
 ) -> None:
-    """A client uses the places of its inputs for its outputs, one of which shows an input."""
+    """The client uses the memory of its inputs for its outputs, and one output is a view of an
+    input.
+    """
 
     def compute(requests: list[Request]) -> list[Response]:
         (request,) = requests
@@ -544,7 +556,7 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
 
 
 def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often requests name the same memory, not more than so much is gathered at a time."""
+    """The number of gathered bytes is bounded, even if many requests name the same memory."""
     monkeypatch.setattr(batches, "LARGEST_PART", 100)
     seen: list[list[int]] = []
 
@@ -595,7 +607,10 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
 def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     worker: Rig, monkeypatch: pytest.MonkeyPatch, full: BaseException, most: int, sizes: list[int]
 ) -> None:
-    """What torch keeps is given back before each; a request cancelled meanwhile is left out."""
+    """torch's cached memory is released before each retry.
+
+    Requests cancelled meanwhile are skipped.
+    """
     freed: list[int] = []
     seen: list[int] = []
     for module in ("batch.execute", "context"):
@@ -669,7 +684,10 @@ def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, messa
 def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a client of another user has shared is copied, and the host may be short of memory."""
+    """Inputs in another user's memory are copied.
+
+    If the host lacks memory for it, only that request fails.
+    """
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
     data = np.ones((1, 4), F32)
     copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
@@ -738,7 +756,9 @@ def test_times_are_in_order(worker: Rig) -> None:
 
 
 def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, region: Region) -> None:
-    """It runs again elsewhere, and where its output goes may hold something else by then."""
+    """The request is retried elsewhere, so the memory of its output may contain other data by
+    then.
+    """
     region.write(0, np.zeros(4, F32))
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -770,7 +790,7 @@ def test_blocks_of_a_reader_that_died_come_back() -> None:
 
 
 def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit() -> None:
-    """It may be about to copy them into its cache; once it has gone itself, it is not."""
+    """The scheduler may be copying the blocks into its cache. Its own exit releases them, too."""
     arena = Arena(MIB)
     memory = OutputMemory(arena)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Calls of other models: submission, answers, memory, and schedulers that go away meanwhile."""
+"""Calls of other models: submission, responses, memory, and schedulers that exit meanwhile."""
 
 from __future__ import annotations
 
@@ -172,7 +172,10 @@ def test_a_malformed_answer_is_an_error(calls: CallRouter, others: CalledModels)
 
 
 def test_large_tensors_lie_in_memory(calls: CallRouter, others: CalledModels) -> None:
-    """The caller's arena keeps the input until the answer; the output is copied and released."""
+    """The caller's arena holds the input until the response.
+
+    The output is copied and then released.
+    """
     scheduler = others.scheduler("s1")
     theirs, mappings = Arena(MIB), Mappings()
     big = np.arange(INLINE_LIMIT, dtype=np.float32)
@@ -271,7 +274,7 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(
 def test_no_descriptor_for_a_link_to_the_successor(
     calls: CallRouter, others: CalledModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call fails, once: nobody waits for a response that cannot come."""
+    """The call fails at once, instead of waiting for a response that cannot arrive."""
 
     def full(endpoint: str, identity: str) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -292,7 +295,10 @@ def test_no_descriptor_for_a_link_to_the_successor(
 
 
 def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: CalledModels) -> None:
-    """Its scheduler refuses them, or is gone before it saw them; the model was loaded again."""
+    """The old scheduler rejects the calls or exits before it reads them.
+
+    The new version serves them.
+    """
     first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
     running = others.run(call, calls, request())
     others.answer_find("s1")

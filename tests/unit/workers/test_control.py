@@ -1,4 +1,4 @@
-"""A worker's link to the supervisor: questions from any thread, and nothing is lost on the way."""
+"""A worker's link to the supervisor: requests from any thread, without lost messages."""
 
 import threading
 from collections.abc import Iterator
@@ -57,7 +57,10 @@ def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
 
 
 def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, Router]) -> None:
-    """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
+    """A thread of the model reads a message from the socket.
+
+    The waiting loop must still wake up.
+    """
     control, router = ends
     heard: list[Losses] = []
     control.follow_models(heard.append)
@@ -76,7 +79,7 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, 
 
 
 def test_what_the_loop_itself_took_is_not_waited_for(ends: tuple[SupervisorLink, Router]) -> None:
-    """A model asks in its `execute`, and with the answer comes what the loop must do after that."""
+    """A request sent within `execute` reads its response together with a message for the loop."""
     control, router = ends
 
     def supervise() -> None:

@@ -1,4 +1,4 @@
-"""Decoupled models of the Python backend: any number of responses, when and where they like."""
+"""Decoupled models of the Python backend: any number of responses, from any thread at any time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TritonPythonModel:
 
 
 class Model(Streams):
-    """A decoupled model made of the body of its class."""
+    """A decoupled model whose class has the given body."""
 
     def __init__(self, made: Rig) -> None:
         super().__init__(made)
@@ -88,7 +88,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def pumping(model: Model) -> Iterator[Callable[[], None]]:
-    """Has the socket read from now on, as the loop does while nothing runs."""
+    """Yield a function that starts to read the socket, as the idle loop does."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(model.pumping())
 
@@ -123,7 +123,7 @@ def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> No
 
 
 def test_a_backend_without_streams_sends_one_response_per_request(model: Model) -> None:
-    """As a `pytorch` model does whose configuration says that it is decoupled."""
+    """For example, a `pytorch` model that is configured as decoupled."""
 
     def doubled(requests: list[Request]) -> list[Response]:
         arrays = [request.inputs["X"].numpy() * 2 for request in requests]
@@ -140,7 +140,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
 
 
 def test_from_a_thread_after_execute_has_returned(model: Model) -> None:
-    """The inputs are still there, and its own."""
+    """The thread can still read the inputs, which belong to the model."""
     model.serve(
         """
         go = threading.Event()
@@ -298,7 +298,9 @@ def test_execute_must_return_none(model: Model, returned: str) -> None:
 
 
 def test_execute_raises(model: Model) -> None:
-    """Nothing is run again: who was answered was answered."""
+    """Requests without a response fail; requests that have ended are not affected, and none is
+    retried.
+    """
     model.serve(
         """
         calls = []
@@ -323,7 +325,7 @@ LET_GO = "the model released the request's response sender without a final respo
 
 
 def test_a_collected_sender_ends_its_request(model: Model) -> None:
-    """Nobody can send any more, so it has failed: after none, or after some responses."""
+    """A request whose sender was garbage-collected fails, with or without earlier responses."""
     model.serve(
         """
         def execute(self, requests):
@@ -354,7 +356,9 @@ def test_a_sender_that_is_let_go_of_once_nobody_waits(model: Model) -> None:
 def test_a_thread_that_raises(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps: str
 ) -> None:
-    """Its requests fail with what it raised, at once, also where a variable of it has that."""
+    """The thread's requests fail at once with its exception, even if one of its variables holds
+    a sender.
+    """
     monkeypatch.setattr(threading, "excepthook", thread_ended)
     model.serve(
         f"""
@@ -420,7 +424,7 @@ def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
 
 
 def test_coroutines_run_on_after_their_batch(model: Model) -> None:
-    """Two batches at once in one loop, in which tasks go on that `execute` has left."""
+    """Two batches share one event loop, in which tasks of earlier `execute` calls continue."""
     model.serve(
         """
         tasks = set()
@@ -458,7 +462,7 @@ def test_a_coroutine_raises(model: Model) -> None:
 
 
 def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
-    """Whoever asks reads the socket, while the loop is busy elsewhere."""
+    """`is_cancelled` reads the socket itself while the loop is busy."""
     model.serve(
         """
         def execute(self, requests):
@@ -482,7 +486,9 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
 
 
 def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
-    """Its successor gives keys of its own, which are not those of what is left."""
+    """The successor assigns new keys, which must not be confused with those of remaining
+    requests.
+    """
     model.serve(
         """
         def execute(self, requests):
@@ -530,7 +536,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[
 
 
 def test_so_it_is_in_execute_itself(model: Model) -> None:
-    """The loop's thread waits, and reads the socket while it does."""
+    """The loop's thread reads the socket while it waits for credit within `execute`."""
     model.serve(
         """
         def execute(self, requests):
@@ -642,7 +648,9 @@ def test_a_cancelled_request_does_not_wait(model: Model, pumping: Callable[[], N
 
 @pytest.mark.parametrize("loop_reads", [True, False])
 def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads: bool) -> None:
-    """One of them reads the socket for all, also after the one that did has what it waited for."""
+    """One waiting thread reads the socket for all of them, and another takes over when it has
+    its credit.
+    """
     count = FIRST_CREDIT + 4
     model.serve(
         f"""
@@ -679,7 +687,7 @@ def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads
 def test_credit_that_is_not_enough_is_waited_for_asleep(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A response is granted, and the bytes of the others are still too many."""
+    """A response is credited, but the other responses' bytes still exceed the limit."""
     model.serve(
         """
         def execute(self, requests):

@@ -1,4 +1,4 @@
-"""A worker and clients' device memory, on a stand-in for CUDA: open, gather, write, close."""
+"""A worker and clients' device memory, with a fake CUDA driver: open, gather, write, close."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """What torch's backends run on."""
+    """Replace the device of torch backends by a fake device."""
     made = FakeDevice()
     for backend in ("native", "pytorch"):
         monkeypatch.setattr(f"shmserve.workers.backends.{backend}.open_device", lambda name: made)
@@ -74,7 +74,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> Rig:
-    """A module that doubles X to Y."""
+    """Serve a torch module that doubles X to Y."""
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
     config = model_config(
@@ -365,7 +365,10 @@ def test_rows_next_to_each_other_are_a_view(
 def test_requests_of_both_kinds_in_one_batch(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    """One input on the device and one in the message; one output to the device and one back."""
+    """One input is on the device and one in the message.
+
+    One output goes to the device, one to the host.
+    """
     twice(worker)
     exported = cuda.export(64)
     memory = exported.memory()
@@ -380,7 +383,7 @@ def test_requests_of_both_kinds_in_one_batch(
 
 
 def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
-    """A region's end reaches a worker between batches; what it keeps of it stays usable."""
+    """The worker unmaps a region between batches. Tensors that it keeps remain usable."""
     body = "        self.last = x\n        return x * 2\n"
     twice(worker, body=body)
     exported = cuda.export(64)
@@ -477,14 +480,14 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
 
 
 class _Lost(RuntimeError):
-    """As torch's AcceleratorError."""
+    """An exception like torch's AcceleratorError."""
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_device_that_is_not_read_any_more(
     worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    """A process that cannot use its device again makes room for one that can."""
+    """A worker whose device has failed exits, so that a working process replaces it."""
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
 
@@ -538,7 +541,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
-    """In host memory, as with Triton, unless the configuration says otherwise."""
+    """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"
         "from torch.utils.dlpack import from_dlpack\n"
@@ -594,7 +597,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
 
 
 def test_an_exporter_sees_its_own_memory() -> None:
-    """The stand-in itself: what one side writes the other reads, from where the handle opens."""
+    """Checks the fake driver: both processes see the same bytes, from the handle's offset on."""
     exported = Exported(16, 0, 8)
     exported.write(4, np.array([7], np.int32))
     assert exported.buffer[12] == 7

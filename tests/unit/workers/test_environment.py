@@ -1,4 +1,4 @@
-"""The environment of a model: unpacking of archives, the interpreter, and its requirements."""
+"""The Python environment of a model: unpacking, the interpreter, and its requirements."""
 
 import io
 import os
@@ -103,7 +103,7 @@ def test_the_interpreter_of_a_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], Path]:
-    """An interpreter that is a shell script, below a folder `bin`."""
+    """Return a function that writes a shell script as the interpreter of a `bin` folder."""
     path = tmp_path / "bin" / "python"
     path.parent.mkdir()
 

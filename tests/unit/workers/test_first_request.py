@@ -1,5 +1,7 @@
-"""What a model's first request imports: nothing, whatever its backend. A module that is imported
-there is waited for, and stays in every worker."""
+"""The first request of a model imports no module, for any backend.
+
+An import would delay the request, and its memory would not be shared between workers.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Responses that are sent together: which wait for others, how long, and that none is lost."""
+"""Responses that are sent together: which are delayed, for how long, and that none is lost."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 
 class Clock:
-    """Stands in for `time` and for a link's timer."""
+    """A fake of `time` and of a link's timer."""
 
     def __init__(self, link: InstanceLink, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 10 * HOLD_NS
@@ -37,10 +37,10 @@ class Clock:
         self.due_ns = self.now_ns + scheduler_link._MOST_HELD_NS
 
     def close(self) -> None:
-        """As `Timer` says."""
+        pass
 
     def pass_ns(self, ns: int) -> None:
-        """Let time go by, and the timer be due if it is."""
+        """Advance the time; the timer expires if it is due."""
         self.now_ns += ns
         if self.due_ns is not None and self.due_ns <= self.now_ns:
             self.due_ns = None
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Wire:
-    """Stands in for a dealer: the frames that were sent, as lists of their messages."""
+    """A fake dealer that records the sent frames as lists of messages."""
 
     connected = True
 
@@ -136,7 +136,7 @@ def test_a_timer_is_due_after_its_last_start_and_never_once_closed() -> None:
 
 
 class Sender(Streams):
-    """A decoupled model whose streams the test has."""
+    """A decoupled model whose responses the test sends."""
 
     streams: list[ResponseStream]
 
@@ -146,7 +146,7 @@ class Sender(Streams):
 
     @property
     def told(self) -> list[Any]:
-        """What has been sent since the last time, by request."""
+        """Return the messages sent since the last call, by request."""
         router = self.rig.scheduler
         messages = [message for _, message in router.receive()] if router.wait(0) else []
         return [(each.key, *self._show(each, each.key)) for each in messages]
@@ -207,7 +207,7 @@ def test_each_leaves_at_once_where_they_are_seldom(model: Sender, clock: Clock) 
 
 
 def test_responses_with_arena_memory_are_sent_immediately(model: Sender, clock: Clock) -> None:
-    """Whether it was delivered says whether the memory is free again."""
+    """The delivery of such a response decides whether its memory is free again."""
     model.begin(0)
     model.send(1)
     assert model.told == [(1, [1])]

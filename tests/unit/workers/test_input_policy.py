@@ -1,4 +1,4 @@
-"""Views or copies: what a model's failures, and their cure, are taken to mean."""
+"""Views or copies of inputs, depending on a model's failures and on whether copies cure them."""
 
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference

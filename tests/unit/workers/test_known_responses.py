@@ -1,5 +1,7 @@
-"""Small responses of a form that was there before are put together, not written anew: they are the
-same as the first one, and what differs is checked as it was."""
+"""Small responses of a known schema are packed from a template.
+
+They equal the first response of the schema, and their differences are validated as before.
+"""
 
 from typing import Any
 
@@ -82,8 +84,10 @@ def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -
 
 @pytest.mark.parametrize("or_input", [False, True])
 def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) -> None:
-    """One that is the input as it came may stay there; a copy of that, which looks the same, and
-    what has another shape or byte order are written where the client wants them."""
+    """An unchanged input may stay in place.
+
+    A copy of it, or an array of another shape or byte order, is written to the requested range.
+    """
     region = Region(64)
     memory_range = region.memory_range(32, 16)
     asked = [RequestedOutput("A", memory_range, or_input)]
@@ -118,7 +122,7 @@ def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) 
 
 
 def test_rows_of_another_number_are_checked(worker: Rig) -> None:
-    """The shape that a model may give depends on how many rows it was asked for."""
+    """The allowed shape of an output depends on the number of rows in the request."""
     config = model_config(
         [tensor_config("X", "FP32", [1])], [tensor_config("Y", "FP32", [1])], max_batch_size=8
     )
@@ -135,7 +139,7 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
 def test_requests_that_only_say_other_things_are_read_once(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their ids, sequences and limits are beside what is packed, and each has its own."""
+    """Ids, sequences and limits are outside the packed schema, and each request has its own."""
     seen: list[Any] = []
     read: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""Native models: what annotations say, whole batches in and out, errors that say what to write."""
+"""Native models: annotations, whole batches, and errors that tell the author what to write."""
 
 import re
 import shutil

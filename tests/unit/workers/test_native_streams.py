@@ -1,4 +1,4 @@
-"""Native models whose `predict` yields its responses, or is a coroutine."""
+"""Native models whose `predict` yields responses or is a coroutine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def worker(tmp_path: Path) -> Iterator[Rig]:
 
 
 class Model(Streams):
-    """A native model made of the body of its class."""
+    """A native model whose class has the given body."""
 
     def __init__(self, worker: Rig, body: str, **more: Any) -> None:
         (worker.context.version_dir / "model.py").write_text(HEAD + indent(body, "    "))
@@ -264,7 +264,7 @@ def test_a_stream_without_credit_does_not_delay_other_streams(worker: Rig, kind:
 
 
 def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
-    """However many: each has a thread to wait in."""
+    """Each waiting stream has its own thread, whatever their number."""
     many = 40
     model = Model(worker, KINDS["asynchronous generator"])
     with model.pumping():

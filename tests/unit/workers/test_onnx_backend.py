@@ -1,4 +1,4 @@
-"""ONNX models: completion from the file, outputs computed in place, options, errors in words."""
+"""ONNX models: completion from the file, outputs computed in place, options, readable errors."""
 
 import sys
 from typing import Any
@@ -31,13 +31,13 @@ LARGE = 32 * 1024
 
 
 def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), out: Any = None) -> None:
-    """a + b -> s."""
+    """Write a model that computes s = a + b."""
     tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
     save(worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, out or dims)])
 
 
 def serve(worker: Rig) -> Rig:
-    """Serve the file as it completes its configuration."""
+    """Serve the file with the configuration that the backend completes."""
     backend = OnnxBackend(worker.context)
     completed = backend.complete_config(BARE)
     return worker.serve(backend, completed)
@@ -82,7 +82,7 @@ def test_a_batch_runs_as_one(worker: Rig) -> None:
 
 @pytest.mark.parametrize("dims", [("batch", LARGE), ("batch", "n")])
 def test_a_large_output_is_computed_in_the_arena(worker: Rig, dims: tuple[Any, ...]) -> None:
-    """Of a fixed shape, and of one that follows from the inputs': nothing is copied."""
+    """Holds for fixed shapes and for shapes that follow from the inputs. Nothing is copied."""
     save_sum(worker, dims)
     serve(worker)
     a = np.arange(LARGE, dtype=F32)[None]
@@ -106,7 +106,7 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
 
 
 def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(worker: Rig) -> None:
-    """`s` is said to be as long as `a`, and is as long as what is not zero in it."""
+    """The file declares `s` as long as `a`, but `s` has only the non-zero elements of `a`."""
     save(
         worker.context.version_dir,
         [("NonZero", "a", "i"), ("Cast", "i", "s", {"to": FLOAT})],
@@ -127,7 +127,7 @@ def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(wor
 
 
 def test_ragged_batches_are_flat_for_the_model_and_cut_for_clients(worker: Rig) -> None:
-    """s = 100 * (how many elements there are in all) + a: §3, ragged batches."""
+    """The model computes s = 100 * (total number of elements) + a. See §3, ragged batches."""
     save(
         worker.context.version_dir,
         [
@@ -289,7 +289,7 @@ def test_providers_by_kind_and_accelerator() -> None:
 
 
 def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:
-    """Where there is no GPU, the host plays it."""
+    """Without a GPU, the host acts as the device."""
     save_sum(worker)
     runtime = import_onnxruntime()
     path = worker.context.version_dir / "model.onnx"

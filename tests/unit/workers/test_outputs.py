@@ -55,7 +55,7 @@ def test_nothing_of_a_copy_is_kept() -> None:
     import weakref
 
     class Array(np.ndarray):
-        """One that can be referred to weakly."""
+        """An array that supports weak references."""
 
     copier = Copier(2)
     source = np.zeros(8 * MIB, np.uint8).view(Array)

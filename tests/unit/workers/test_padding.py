@@ -1,4 +1,4 @@
-"""Padded batches: what a model gets of unequal requests, and what clients get back."""
+"""Padded batches: the inputs that a model receives for unequal requests, and their outputs."""
 
 import json
 from typing import Any
@@ -93,8 +93,10 @@ class TritonPythonModel:
 
 @pytest.mark.parametrize("form", ["pytorch", "native", "python"])
 def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
-    """Padded to the bucket that fits both, with lengths and mask; outputs come back as long as each
-    request's image."""
+    """Images are padded to the smallest common bucket, with lengths and a mask.
+
+    Each output has the size of its request's image.
+    """
     path = worker.context.version_dir / "model.py"
     if form == "pytorch":
         path.write_text(TORCH)
@@ -159,7 +161,7 @@ def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> Non
 
 
 def test_inputs_on_a_device_are_padded_there() -> None:
-    """By a tensor of torch's, here of the host's: on a device it has never run."""
+    """Uses torch tensors on the host, because no test machine has the device."""
     rows = [torch.arange(1, 1 + n, dtype=torch.float32).reshape(1, n) for n in (1, 3)]
     requests = [request(row) for row in rows]
     padder({"IMAGE": {"value": 7}}).pad(requests)

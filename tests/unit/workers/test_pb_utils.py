@@ -1,4 +1,4 @@
-"""What models import: tensors, responses, requests, configurations, metrics."""
+"""The module that models import: tensors, responses, requests, configurations, metrics."""
 
 from __future__ import annotations
 
@@ -371,8 +371,9 @@ def test_numbers_of_numpy_will_do() -> None:
 
 
 def test_bytes_are_taken_for_text() -> None:
-    """As elements of BYTES tensors are bytes: Triton's example of a call takes the name of the
-    model from one.
+    """Elements of BYTES tensors are bytes.
+
+    Triton's BLS example passes a model name that it read from one.
     """
     name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
     given: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
@@ -661,7 +662,7 @@ def test_values_are_numbers() -> None:
 
 @pytest.mark.usefixtures("no_metrics")
 def test_values_go_with_their_family() -> None:
-    """With the last object of its name that has made them."""
+    """A value is removed with the last live family object that has created it."""
     counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
     others = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
     one, both = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
@@ -679,7 +680,7 @@ def test_values_go_with_their_family() -> None:
 
 
 def told() -> dict[str, list[Any]]:
-    """The labels of each family, as they are reported."""
+    """Return the reported labels of each family."""
     return {
         name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []
     }

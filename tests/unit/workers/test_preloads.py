@@ -1,4 +1,6 @@
-"""What a zygote runs of torch before it forks: it leaves no thread, and children compute."""
+"""The torch code that a zygote runs before it forks: no thread remains, and children can
+compute.
+"""
 
 import subprocess
 import sys

@@ -59,7 +59,7 @@ def config(**more: Any) -> dict[str, Any]:
 
 
 class Model:
-    """A model made of the body of its class."""
+    """A model whose class has the given body."""
 
     def __init__(self, made: Rig) -> None:
         self.rig = made
@@ -76,7 +76,7 @@ class Model:
         return self
 
     def ask(self, *values: Any, **more: Any) -> list[str | list[float]]:
-        """The outputs of one batch of requests with small inputs, or their error texts."""
+        """Return the outputs of one batch of requests with small inputs, or their error texts."""
         return self.run(*(x(value) for value in values), **more)
 
     def run(self, *inputs: TensorRef, **more: Any) -> list[str | list[float]]:
@@ -264,7 +264,7 @@ def test_auto_complete_that_returns_nothing(model: Model) -> None:
 
 
 def test_auto_complete_with_what_is_no_json(model: Model) -> None:
-    """It would not get to the server either."""
+    """Such a configuration could not be sent to the server either."""
     model.write(
         """
         @staticmethod
@@ -469,7 +469,7 @@ def test_a_model_says_whether_it_is_ready(
 
 
 def test_outputs_pass_as_the_model_made_them(model: Model) -> None:
-    """Triton's Python backend does not hold a model to its configuration."""
+    """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
     (reply,) = model.rig.batch(inference(x(0)))
     assert reply.answer is not None
@@ -540,7 +540,7 @@ def test_a_response_from_a_thread(model: Model) -> None:
 
 
 def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its request fails with what it has raised, unless it was answered."""
+    """The thread's request fails with its exception, unless the request has ended before."""
     monkeypatch.setattr(threading, "excepthook", thread_ended)
     model.serve(
         """
@@ -649,7 +649,7 @@ def big(region: Region, value: float) -> TensorRef:
 
 
 def rounds(model: Model, region: Region, count: int = 12) -> list[Any]:
-    """The first element of each answer to `count` requests in the same place."""
+    """Return the first element of each response to `count` requests in the same memory range."""
     return [
         answer if isinstance(answer, str) else answer[0]
         for number in range(count)
@@ -699,7 +699,7 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
     ],
 )
 def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, late: int) -> None:
-    """`late`: it may begin to keep them whenever it likes."""
+    """With `late`, the model begins to keep its inputs only after a while."""
     model.serve(
         f"""
         kept = []
@@ -728,7 +728,7 @@ WRITES: dict[str, str] = {
 def test_a_model_that_writes_into_its_inputs(
     model: Model, region: Region, write: str, late: int
 ) -> None:
-    """It may; the client's memory stays as it is."""
+    """Models may write to their inputs. The client's memory does not change."""
     model.serve(
         f"""
         def execute(self, requests):
@@ -763,7 +763,7 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
 
 @pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
 def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, told: str) -> None:
-    """What copies cure was that."""
+    """An error that disappears with copied inputs counts as an attempt to write to them."""
     model.serve(
         f"""
         tries = []

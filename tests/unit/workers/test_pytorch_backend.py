@@ -1,4 +1,4 @@
-"""Torch models of each form: names, whole batches, datatypes, errors that say what to write."""
+"""Torch models of each format: names, whole batches, datatypes, errors that say what to write."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ F32 = np.float32
 
 
 class Affine(torch.nn.Module):
-    """image -> its sum over the last dimension, times two."""
+    """A model that returns twice the sum over an image's last dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def vectors(
     data_type: str = "FP32",
     **more: Any,
 ) -> dict[str, Any]:
-    """A model of vectors: name -> length."""
+    """Return the configuration of a model whose inputs and outputs are vectors of these lengths."""
     return model_config(
         [tensor_config(name, data_type, [size]) for name, size in inputs.items()],
         [tensor_config(name, data_type, [size]) for name, size in outputs.items()],
@@ -243,7 +243,7 @@ def test_a_class_without_forward(worker: Rig) -> None:
 
 
 class Trap:
-    """Unpickled, it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -254,7 +254,7 @@ class Trap:
 
 @pytest.mark.parametrize("form", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
 def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) -> None:
-    """R19: whatever is in an archive, and whether all of it or a part is a pickle."""
+    """R19: no member of an archive is unpickled, whether the whole file or a part is a pickle."""
     sprung = tmp_path / "sprung"
     name = "model" + Path(form).suffix
     path = worker.context.version_dir / name
@@ -276,7 +276,7 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) ->
 
 
 def spoil(path: Path, ending: str, contents: bytes) -> None:
-    """Put other contents into each member of an archive whose name ends so."""
+    """Replace the contents of each archive member whose name has this ending."""
     with zipfile.ZipFile(path) as archive:
         members = {item.filename: archive.read(item) for item in archive.infolist()}
     spoiled = [name for name in members if name.endswith(ending)]
@@ -287,7 +287,7 @@ def spoil(path: Path, ending: str, contents: bytes) -> None:
 
 
 class Bomb:
-    """Leaves a file where it was unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -522,7 +522,7 @@ def texts(*rows: str) -> Any:
 
 @pytest.mark.parametrize("names", [("a", "b"), ("INPUT__0", "INPUT__1")])
 def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[str, str]) -> None:
-    """As Triton's: all rows of a batch in one list, of which each is UTF-8 there."""
+    """As in Triton, one list contains all rows of a batch, each decoded as UTF-8."""
     a, b = names
     save_script(Pair(), worker)
     outputs = {"OUTPUT__0": 2, "OUTPUT__1": 2}
@@ -632,7 +632,7 @@ def test_one_request_the_model_cannot_take_fails_alone(worker: Rig) -> None:
 
 @pytest.mark.parametrize("write", ["x.add_(1)", "x.data.add_(1)", "np.add(a := x.numpy(), 1, a)"])
 def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
-    """Torch has no read-only tensors: a model that works in place gets copies."""
+    """Torch has no read-only tensors, so a model that works in place receives copies."""
     write_class(
         worker,
         "import numpy as np\nimport torch\nclass Net(torch.nn.Module):\n"
@@ -731,7 +731,7 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
 
 
 class Elsewhere(Device):
-    """A device that is this host: what is put there, or fetched, is a copy."""
+    """A fake device on this host, to and from which tensors are copied."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -1,4 +1,4 @@
-"""Ragged batches (reference section 3.6): what a model gets of one, and how outputs are cut."""
+"""Ragged batches (reference section 3.6): the inputs of the model, and how outputs are split."""
 
 from typing import Any
 
@@ -119,8 +119,10 @@ class Out(NamedTuple):
 
 @pytest.mark.parametrize("form", ["pytorch", "native"])
 def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, form: str) -> None:
-    """3.6: torch models get one flat tensor; BATCH_SCATTER_WITH_INPUT_SHAPE gives each request its
-    own shape of the flat output."""
+    """3.6: torch models receive one flat tensor.
+
+    BATCH_SCATTER_WITH_INPUT_SHAPE returns to each request its own shape of the flat output.
+    """
     path = worker.context.version_dir / "model.py"
     if form == "pytorch":
         path.write_text(TORCH)
@@ -148,7 +150,7 @@ def test_a_scattered_output_of_another_size_is_an_error() -> None:
 
 
 def test_ragged_strings_come_flat(worker: Rig) -> None:
-    """3.6: of a ragged input of strings, too, a model gets one array."""
+    """3.6: a ragged input of strings is one flat array, too."""
     (worker.context.version_dir / "model.py").write_text(
         "from numpy import ndarray, array\n"
         "from shmserve.model import BYTES, INT64\n"

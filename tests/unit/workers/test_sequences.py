@@ -34,7 +34,7 @@ NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32":
 
 
 def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
-    """A model's, as its worker gets it."""
+    """Return a model configuration in the form that workers receive."""
     return {
         "name": "m",
         "max_batch_size": 4 if batched else 0,
@@ -49,7 +49,7 @@ def control(kind: str, **says: Any) -> dict[str, Any]:
 
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
-    """What a model sees of the controls in a row."""
+    """Return the control inputs that a model receives for a row."""
     made = sequence_inputs.control_inputs(
         sequence_inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
         row,
@@ -120,7 +120,7 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
 
 
 def spec(**fields: Any) -> dict[str, Any]:
-    """A state of one FP32."""
+    """Return the specification of a state of one FP32."""
     given = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
     return {**given, **fields}
 
@@ -144,18 +144,18 @@ class Model:
         return request
 
     def value(self, slot: int = 0, flags: int = 0) -> Any:
-        """The state "I" of a slot, as a request gets it."""
+        """Return the state "I" that a request in a slot receives."""
         return self.lend(slot, flags).inputs["I"].numpy().tolist()
 
     def give(self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()) -> Response:
-        """The model has answered the last request."""
+        """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
         self.states.keep(self.row, response, frozenset(returned))
         return response
 
 
 def out(*numbers: float, name: str = "O") -> Output:
-    """A state given back."""
+    """Return an output with the new value of a state."""
     return Output(name, "FP32", np.array([numbers], np.float32))
 
 
@@ -240,7 +240,10 @@ def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> Non
 
 
 def test_3_5_one_buffer_for_input_and_output() -> None:
-    """The model gets the buffer itself; without the setting it gets a copy, if it may write."""
+    """The model receives the buffer itself.
+
+    Without the setting it receives a copy if it may write.
+    """
     model = Model(spec(use_same_buffer_for_input_output=True))
     array = model.lend(0, START).inputs["I"].numpy()
     array += 3
@@ -267,7 +270,7 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
 
 
 class Sequences:
-    """An instance of a model that adds its input to its state, with its scheduler's messages."""
+    """An instance whose model adds its input to its state, and the messages of its scheduler."""
 
     def __init__(self, made: Rig) -> None:
         self.fails = False
@@ -292,7 +295,7 @@ class Sequences:
         ]
 
     def run(self, *rows: tuple[int, int]) -> None:
-        """A batch of requests in these slots, with these flags."""
+        """Execute a batch of requests in these slots, with these flags."""
         keyed = [(next(self._keys), *row) for row in rows]
         one = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
         works = [Work(key, CLIENT_PID, *one) for key, *_ in keyed]

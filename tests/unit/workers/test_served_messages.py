@@ -1,4 +1,4 @@
-"""Messages of the scheduler that an instance serves: batches, or those in its backend's table."""
+"""Scheduler messages that an instance serves: batches, or the messages in its backend's table."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ CONFIG = model_config([tensor_config("X", "FP32", [-1])], [tensor_config("Y", "F
 
 @dataclass
 class Step:
-    """A message of a scheduler that plans more than batches."""
+    """A message of a scheduler that plans steps instead of batches."""
 
     number: int
     requests: list[m.Work] = field(default_factory=list)
@@ -35,14 +35,14 @@ class Step:
 
 
 class StepBackend(FunctionBackend):
-    """A backend that serves steps: each request that a step brings gets twice its input."""
+    """A backend for steps: each request of a step is answered with twice its input."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context, None)
         self.steps: list[tuple[int, list[bool]]] = []
 
     def serve(self, writer: Any, unpacker: Any) -> MessageTable:
-        """Steps, and nothing else."""
+        """Return the message table, which contains only steps."""
 
         def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
             self.steps.append((message.number, [opened.cancelled for opened in requests]))

@@ -1,4 +1,4 @@
-"""Models with fixed shapes: allocated at load; then a steady stream allocates nothing."""
+"""Models with fixed shapes: buffers are allocated at load, and none during a steady stream."""
 
 import logging
 import tracemalloc
@@ -112,7 +112,7 @@ class Net(torch.nn.Module):
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the host buffers that are made from now on."""
+    """Record the sizes of all host buffers allocated from now on."""
     made: list[int] = []
     original = Device.host_buffer
 
@@ -128,8 +128,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_steady_stream_allocates_nothing(
     worker: Rig, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches of every size, gathered and written to a client's region: after the load no buffer is
-    made, the arena does not grow, and of a tensor's size Python allocates nothing."""
+    """Batches of every size are gathered and written to a client's region.
+
+    After the load no buffer is allocated, the arena does not grow, and Python allocates no object
+    of a tensor's size.
+    """
     made = counted(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"
@@ -179,7 +182,7 @@ def test_a_steady_stream_allocates_nothing(
 
 
 class FakeRecorder:
-    """Records as CUDA does, up to the driver's edge: the same call on the same memory."""
+    """A fake CUDA graph recorder: a replay repeats the recorded call on the same memory."""
 
     def __init__(self) -> None:
         self.replayed: list[int] = []
@@ -203,7 +206,7 @@ class FakeRecorder:
 
 
 class Recorded(PytorchBackend):
-    """A backend whose device can record, by a fake."""
+    """A backend whose device records with a fake recorder."""
 
     def __init__(self, context: Any, recorder: Any) -> None:
         super().__init__(context)
@@ -220,7 +223,7 @@ GRAPHS: dict[str, Any] = {"optimization": {"cuda": {"graphs": True}}}
 def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a stand-in for the recorder: on a GPU it is untested."""
+    """Uses a fake recorder; a real GPU is not tested here."""
     caplog.set_level(logging.INFO)
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()

@@ -1,4 +1,4 @@
-"""The backend `vllm` with a fake engine; `make test-vllm` runs the same doors with vLLM itself."""
+"""The backend `vllm` with a fake engine. `make test-vllm` runs similar tests with vLLM itself."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from tests.support.waiting import until
 
 
 def sample(text: str = "", tokens: Sequence[int] = (), **more: Any) -> SimpleNamespace:
-    """A part of a sample, as vLLM's `CompletionOutput`."""
+    """Return a part of a sample in the form of vLLM's `CompletionOutput`."""
     plain = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
     plain["stop_reason"] = None
     return SimpleNamespace(text=text, token_ids=list(tokens), **{**plain, **more})
 
 
 def output(*samples: SimpleNamespace, finished: bool = False, **more: Any) -> SimpleNamespace:
-    """A part of a request, as vLLM's `RequestOutput`."""
+    """Return a part of a request in the form of vLLM's `RequestOutput`."""
     plain = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
     return SimpleNamespace(outputs=list(samples), finished=finished, **{**plain, **more})
 
 
 class Refused(Exception):
-    """An error that the fake engine has for a request."""
+    """An exception that the fake engine raises for a request."""
 
 
 class FakeEngine:
-    """An engine whose outputs are set by the test; `aborted` are the calls that were closed."""
+    """An engine whose outputs the test sets. `aborted` contains the calls that were closed."""
 
     def __init__(self) -> None:
         self.errored = False

@@ -1,4 +1,4 @@
-"""A worker's lease of its device's workspace, on a stand-in for CUDA."""
+"""A worker's lease of its device's workspace, with a fake CUDA driver."""
 
 import asyncio
 import threading
@@ -30,8 +30,10 @@ NAME = b"worker.1.0.1"
 
 @dataclass
 class OnDevice:
-    """A worker on a device with a pool of 2 MB, and the supervisor's end, which notes what comes:
-    with each message, what the device had been asked until then."""
+    """A worker on a device with a pool of 2 MB, and the supervisor's end of its link.
+
+    For each message, the supervisor's end records the driver calls that preceded it.
+    """
 
     cuda: FakeCuda
     exported: Exported
@@ -40,7 +42,7 @@ class OnDevice:
     came: list[tuple[LeaseWorkspace | ReturnWorkspace, int]] = field(default_factory=list)
 
     def returned(self) -> list[int]:
-        """The offsets that were given back."""
+        """Return the offsets of the returned leases."""
         return [each.offset for each, _ in self.came if isinstance(each, ReturnWorkspace)]
 
 
@@ -80,7 +82,7 @@ def supervise(router: Router, made: OnDevice, memory: Memory, ended: threading.E
 
 
 def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
-    """So many leases have come back, or were asked for."""
+    """Wait until `count` leases were returned, or requested."""
     for _ in range(500):
         if sum(isinstance(message, kind) for message, _ in worker.came) == count:
             return
@@ -100,7 +102,10 @@ def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(worker
 
 
 def test_leases_of_other_threads(worker: OnDevice) -> None:
-    """A model that streams has threads of its own; the memory is opened once for all."""
+    """The threads of a streaming model have leases, too.
+
+    The memory is opened once for all of them.
+    """
 
     def use(number: int) -> bool:
         with worker.workspace.lease(MB) as buffer:
@@ -131,7 +136,9 @@ def test_a_lease_larger_than_the_pool_and_a_second_lease(worker: OnDevice) -> No
 
 
 async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
-    """Each has its own lease, and those that wait stop nobody: all of it is 2 MB."""
+    """Each coroutine has its own lease of the whole 2 MB, and waiting coroutines do not block
+    others.
+    """
     order: list[int] = []
 
     async def use(number: int) -> bool:

@@ -173,7 +173,23 @@ def conversation(text: str) -> dict[str, Any]:
     messages = chat.get("messages")
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
+    for name in _KINDS.keys() & chat.keys():
+        kind, words = _KINDS[name]
+        if not isinstance(chat[name], kind | None):
+            raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {words}")
     return {**chat}
+
+
+# The types of variables of a conversation.
+_KINDS: Mapping[str, tuple[type[Any], str]] = {
+    "chat_template_kwargs": (dict, "an object"),
+    "documents": (list, "a list"),
+    "reasoning_effort": (str, "a string"),
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message", "include_reasoning"),
+        (bool, "true or false"),
+    ),
+}
 
 
 def _is_message(value: Any) -> bool:
@@ -195,6 +211,8 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     calls = message.pop("tool_calls", None)
+    if not isinstance(calls, list | None):
+        raise InvalidArgument(f"messages: tool_calls {clip(repr(calls))} is not a list")
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]
     only_parts = template.iterates and not template.distinguishes
@@ -209,6 +227,9 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
+        if not isinstance(part.get("text"), str):
+            text = clip(repr(part.get("text")))
+            raise InvalidArgument(f"messages: the text {text} of a part is not a string")
     if template.iterates and message["role"] != "tool":
         return message
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
@@ -216,9 +237,14 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
 
 def _call(call: Any) -> Any:
     """Return a tool call with its arguments as an object, unless their text is not JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str | None):
+    function = call.get("function", {}) if isinstance(call, dict) else None
+    if not (isinstance(function, dict) and isinstance(function.get("name", ""), str)):
+        raise InvalidArgument(
+            f"messages: the tool call {clip(repr(call))} is not an object with a function and its "
+            "name"
+        )
+    arguments = function.get("arguments")
+    if not function or not isinstance(arguments, str | None):
         return call
     with contextlib.suppress(ValueError):
         arguments = json.loads(arguments or "{}")

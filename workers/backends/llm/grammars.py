@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 
@@ -176,12 +177,17 @@ def _bits(matcher: Any) -> torch.Tensor:
 def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the schema at a reference within a schema ("#/$defs/City"); None if there is none."""
     node: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        node = node.get(part) if isinstance(node, dict) else None
+    for part in reference.split("/")[1:]:
+        if isinstance(node, list):
+            node = dict(enumerate(node)).get(int(part)) if part.isdecimal() else None
+        else:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            node = node.get(name) if isinstance(node, dict) else None
     return node
 
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# The keys of JSON schemas whose values are objects of schemas.
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -197,6 +203,8 @@ _FORMATS = {
 def with_patterns(schema: Any, root: Any) -> Any:
     """Replace `propertyNames`, which the library lacks, by `patternProperties` where possible.
 
+    Keys that are null are removed.
+
     Args:
         schema: The schema, or a part of it.
         root: The whole schema, which references are resolved in.
@@ -207,10 +215,12 @@ def with_patterns(schema: Any, root: Any) -> Any:
         return schema
     copy: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in MAPS and isinstance(value, dict):
             copy[key] = {name: with_patterns(each, root) for name, each in value.items()}
-        else:
-            copy[key] = value if key in _VALUES else with_patterns(value, root)
+        elif key in _VALUES:
+            copy[key] = value
+        elif value is not None:
+            copy[key] = with_patterns(value, root)
     pattern = _pattern(copy.get("propertyNames"), root)
     if pattern == "":
         del copy["propertyNames"]

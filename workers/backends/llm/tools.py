@@ -7,12 +7,14 @@ first token, or after the reasoning. Calls of strict tools follow it from their 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.workers.backends.llm.grammars import MAPS, resolved
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.tool_formats import (
     ALIASES,
@@ -44,14 +46,18 @@ class ToolRequest:
 def take(conversation: dict[str, Any]) -> ToolRequest | None:
     """Remove the choice of tools from a conversation, and return the request for them.
 
-    With the choice "none", the tools are removed, too.
+    With the choice "none", the tools are removed, too. With allowed tools, the others are removed.
+    A named function is called once.
 
     Raises:
         InvalidArgument: The tools or the choice are invalid.
     """
     choice = conversation.pop("tool_choice", None)
     parallel = conversation.pop("parallel_tool_calls", None)
-    tools = [_tool(index, each) for index, each in enumerate(conversation.get("tools") or ())]
+    _check("parallel_tool_calls", parallel, bool, "true or false")
+    _check("tools", conversation.get("tools"), list, "a list")
+    given = conversation.get("tools") or []
+    tools = [_tool(index, each) for index, each in enumerate(given)]
     if choice == "none" or not tools:
         conversation.pop("tools", None)
         if choice not in (None, "none", "auto"):
@@ -61,8 +67,17 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
     unknown = sorted(names.difference(tool.name for tool in tools))
     if unknown:
         raise InvalidArgument(f"tool_choice: '{clip(unknown[0])}' is not a name of `tools`")
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        conversation["tools"] = [each for each in given if each["function"]["name"] in names]
     chosen = tuple(tool for tool in tools if not names or tool.name in names)
-    return ToolRequest(chosen, mode == "required", parallel is not False)
+    is_named = isinstance(choice, dict) and choice["type"] == "function"
+    return ToolRequest(chosen, mode == "required", parallel is not False and not is_named)
+
+
+def _check(field: str, value: Any, kind: type[Any], allowed: str) -> None:
+    """Raise InvalidArgument if a value is neither of a kind nor null."""
+    if not isinstance(value, kind | None):
+        raise InvalidArgument(f"{field}: {clip(repr(value))} is not {allowed}")
 
 
 def _tool(index: int, tool: Any) -> Tool:
@@ -70,13 +85,94 @@ def _tool(index: int, tool: Any) -> Tool:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         raise InvalidArgument(f"{field}: {clip(repr(tool))} is not a function with a name")
+    field = f"{field}.function"
     name, schema = function.get("name"), function.get("parameters")
     if not (isinstance(name, str) and re.fullmatch(r"[\w.:/-]{1,256}", name)):
-        raise InvalidArgument(f"{field}.function.name: {clip(repr(name))} is not a name")
-    if not isinstance(schema, dict | None):
-        raise InvalidArgument(f"{field}.function.parameters: it is not a JSON schema")
+        raise InvalidArgument(f"{field}.name: {clip(repr(name))} is not a name")
+    _check(f"{field}.description", function.get("description"), str, "a string")
     strict = tool.get("strict") if function.get("strict") is None else function["strict"]
-    return Tool(name, {**_ANY, **(schema or {})}, strict is True)
+    _check(f"{field}.strict", strict, bool, "true or false")
+    _check(f"{field}.parameters", schema, dict, "a JSON schema")
+    given = {key: value for key, value in (schema or {}).items() if value is not None}
+    parameters = {**_ANY, **given}
+    error = _schema_error(parameters)
+    if not error and "object" not in parameters["type"]:
+        error = f"type: {clip(repr(parameters['type']))} is not 'object'"
+    if error:
+        raise InvalidArgument(f"{field}.parameters: it is not a JSON schema: {error}")
+    return Tool(name, parameters, strict is True)
+
+
+_TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_ARRAY_KEYS = ("items", "additionalItems", "unevaluatedItems", "contains")
+_OBJECT_KEYS = ("additionalProperties", "unevaluatedProperties", "propertyNames")
+_SCHEMAS = {*_ARRAY_KEYS, *_OBJECT_KEYS, "not", "if", "then", "else"}
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_type(value: Any) -> bool:
+    names = value if _are_texts(value) else [value] if isinstance(value, str) else []
+    return bool(names) and _TYPES.issuperset(names)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+_NUMBER = (_is_number, "a number")
+_LIMIT = (lambda value: isinstance(value, int | float), "a number")  # draft 4 has booleans
+_SIZE = (_is_size, "an integer from 0")
+_STRING = (lambda value: isinstance(value, str), "a string")
+_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# The values of keys without schemas in them, as a predicate and in words.
+_KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (_is_type, f"one or several of {', '.join(sorted(_TYPES))}"),
+    "required": (_are_texts, "a list of strings"),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), _NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
+    **dict.fromkeys(_SIZES, _SIZE),
+    **dict.fromkeys(("pattern", "format", "$ref"), _STRING),
+}
+
+
+def _schema_error(root: dict[str, Any]) -> str:
+    """Return the first error of a JSON schema, or "". Unknown keys and nulls are not checked."""
+    pending: list[tuple[str, Any]] = [("", root)]
+    for path, schema in pending:
+        if not isinstance(schema, dict | bool):
+            return f"{path[1:]}: {clip(repr(schema))} is not a schema (an object or a boolean)"
+        for key, value in ({} if isinstance(schema, bool) else schema).items():
+            position = f"{path}.{key}"
+            allowed = ""
+            if value is None:
+                continue
+            if key in MAPS:
+                allowed = "" if isinstance(value, dict) else "an object of schemas"
+                pending += (
+                    [] if allowed else ((f"{position}.{name}", value[name]) for name in value)
+                )
+            elif key in _SCHEMA_LISTS or (key == "items" and isinstance(value, list)):
+                allowed = "" if isinstance(value, list) and value else "a list of schemas"
+                parts = enumerate([] if allowed else value)
+                pending += ((f"{position}[{index}]", each) for index, each in parts)
+            elif key in _SCHEMAS:
+                pending.append((position, value))
+            elif key in _KEYS and not _KEYS[key][0](value):
+                allowed = _KEYS[key][1]
+            elif key == "$ref" and value.startswith("#/") and resolved(value, root) is None:
+                allowed = "a reference to a part of the schema"
+            if allowed:
+                return f"{position[1:]}: {clip(repr(value))} is not {allowed}"
+    return ""
 
 
 def _choice(choice: Any) -> tuple[str, set[str]]:
@@ -87,20 +183,23 @@ def _choice(choice: Any) -> tuple[str, set[str]]:
     name = _function_name(choice)
     if kind == "function" and name:
         return "required", {name}
-    allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else {}
-    names = {_function_name(each) for each in allowed.get("tools", ())}
-    mode = allowed.get("mode")
-    if mode in ("auto", "required") and names and "" not in names:
-        return mode, names
+    allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
+        names = {_function_name(each) for each in allowed["tools"]}
+        mode = allowed.get("mode")
+        if mode in ("auto", "required") and names and "" not in names:
+            return mode, names
     raise InvalidArgument(
-        f"tool_choice: {clip(repr(choice))} is not one of none, auto, required, or the name of a "
-        'function: {"type": "function", "function": {"name": ...}}'
+        f"tool_choice: {clip(repr(choice))} is not one of none, auto, required, the name of a "
+        'function: {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
+        '"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
     )
 
 
 def _function_name(choice: Any) -> str:
     function = choice.get("function", choice) if isinstance(choice, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 class MessageFormats:

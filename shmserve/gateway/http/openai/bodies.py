@@ -115,6 +115,7 @@ MESSAGE = "message"
 _OUTPUTS = (TEXT, "finish_reason", "usage")
 _STOP_REASON = "stop_reason"  # models of other backends may lack this output
 _MOST_PROMPTS = 1024
+_MOST_TOKEN = (1 << 31) - 1
 _UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
 # Alternative names of the limit; the first that is present counts.
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
@@ -254,6 +255,8 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     if name not in body or body[name] is None:
         return default
     value = body[name]
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
     if type(value) is not kind:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
         allowed = nouns.get(kind, "an integer")
@@ -370,6 +373,9 @@ def _prompt(value: Any) -> InferInput:
     if type(value) is str:
         return tensor("text_input", "BYTES", [value])
     if _are_tokens(value):
+        for token in (min(value), max(value)):
+            if abs(token) > _MOST_TOKEN:  # the encoding as INT32 would wrap it
+                raise InvalidArgument(f"prompt: {token} is not a token")
         return tensor("input_ids", "INT32", value)
     raise InvalidArgument(
         f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
@@ -430,7 +436,9 @@ def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> b
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
     field = _FIELD.match(message) if invalid else None
-    param = None if field is None else names.get(field[1], field[1])
+    param = None
     if field is not None:
+        infix = ".function."  # in the names of members of tools
+        param = names.get(field[1], field[1]).replace(infix, names.get(infix, infix))
         message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

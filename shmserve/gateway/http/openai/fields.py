@@ -39,10 +39,10 @@ _GENERATION = _EVERY | _names(
     "stop_token_ids include_stop_str_in_output ignore_eos repetition_penalty presence_penalty "
     "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
-    "add_special_tokens truncate_prompt_tokens priority response_format structured_outputs "
-    "lora_name guided_json guided_regex guided_choice guided_grammar "
+    "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens priority "
+    "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
     # The last line has alternative names.
-    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
+    "guided_grammar guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION = _names(
@@ -73,7 +73,6 @@ _REFUSED: Mapping[str, Allowed] = {
     "function_call": Allowed(("none",), "use tool_choice instead"),
     "detokenize": Allowed((True,), "only true is supported"),
     "truncation_side": Allowed(("left",), "only 'left' is supported"),
-    "return_tokens_as_token_ids": _FALSE,
     **dict.fromkeys(_names("watermarking return_prompt_text enable_response_messages"), _FALSE),
     "echo": _FALSE,  # a chat has no echo
     "chat_template": Allowed((), "only the model's own template is supported"),

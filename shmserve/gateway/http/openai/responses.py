@@ -63,6 +63,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    ".function.": ".",  # tools[0].function.name
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.openai_error, names=_NAMES)
@@ -92,15 +93,18 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
         if given is not None and given not in allowed:
             reason = _REASONS.get(name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}")
             raise InvalidArgument(f"{name}: {clip(repr(given))}: {reason}")
+    bodies.checked(body, "store", bool, False)
+    bodies.checked(body, "max_tool_calls", int, 0)
     reasoning = bodies.checked(body, "reasoning", dict, {})
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _messages(body)
-    chat["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
+    tools = bodies.checked(body, "tools", list, [])
+    chat["tools"] = [_tool(index, each) for index, each in enumerate(tools)]
     chat["tool_choice"] = _choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.checked(body, "text", dict, {})
     chat |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
-    if _LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
+    if _LOGPROBS in bodies.checked(body, "include", list, []) or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
 
@@ -183,12 +187,12 @@ def _content(content: Any, position: str) -> Any:
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if type(part) is dict else part
-        if kind == "refusal":
-            texts.append(part.get("refusal", ""))
-        elif kind in _TEXTS:
-            texts.append(part.get("text", ""))
-        else:
+        if kind != "refusal" and kind not in _TEXTS:
             raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a string")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if type(text) is not str:
+            raise InvalidArgument(f"{position}: the text {clip(repr(text))} is not a string")
+        texts.append(text)
     return "\n".join(texts)
 
 

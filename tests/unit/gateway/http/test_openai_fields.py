@@ -55,7 +55,10 @@ def test_null_is_absent_for_every_field() -> None:
     ("body", "known"),
     [
         ({"chat_template_kwargs": {"a": 1}, "tools": [{}], "top_logprobs": 2}, CHAT),
-        ({"prompt": "x", "echo": True, "best_of": 3, "guided_choice": ["a"]}, COMPLETION),
+        (
+            {"prompt": "x", "echo": True, "best_of": 3, "return_tokens_as_token_ids": True},
+            COMPLETION,
+        ),
         ({"input": "x", "encoding_format": "float"}, EMBEDDING),
         ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION),
     ],

@@ -52,7 +52,7 @@ def test_one_step_after_the_other() -> None:
 
 
 def test_every_step_has_the_priority_of_the_request() -> None:
-    """Section 3.7: any level, whatever levels its model has."""
+    """Section 3.7: a step receives any priority, even if its model has no such level."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(priority=7)
     for endpoint in ("a", "b"):
@@ -62,7 +62,7 @@ def test_every_step_has_the_priority_of_the_request() -> None:
 
 
 def test_an_error_waits_for_the_steps_that_run() -> None:
-    """Section 3.7: sent once all are drained; no new step begins."""
+    """Section 3.7: the error is sent once all running steps have ended; no new step begins."""
     rig = EnsembleRig(FORK, MODELS)
     rig.submit()
     runs = rig.runs()
@@ -76,8 +76,10 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
 
 
 def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
-    """Behind the ensemble's name, and without a code: the error has that. To the ensemble it is a
-    failure of OTHER, as in Triton: REJECTED is the step's."""
+    """The message contains the ensemble's name once, and the code is a field of the error.
+
+    As in Triton, the ensemble counts the failure as OTHER, and the step counts it as REJECTED.
+    """
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     text = "[request id: <id_unknown>] Exceeds maximum queue size"
@@ -98,7 +100,7 @@ def test_the_first_error_counts() -> None:
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
-    """Section 3.7: cancellation is checked before each step; steps that run are told."""
+    """Section 3.7: cancellation is checked before each step. Running steps are cancelled."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     runs = rig.runs()
@@ -128,7 +130,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
 
 
 def test_an_output_that_never_comes_is_a_deadlock() -> None:
-    """Section 3.7: the text."""
+    """Section 3.7: the error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for each in (rig, plain):
@@ -183,8 +185,10 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
 
 
 def test_only_so_many_requests_of_a_step_at_a_time() -> None:
-    """Section 3.7: max_inflight_requests holds for all requests together, in order; unlike
-    Triton's, for as long as it takes."""
+    """Section 3.7: max_inflight_requests limits all requests together, in order.
+
+    Unlike in Triton, a request waits without a time limit.
+    """
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1)
     for number in (1, 2, 3):
         rig.submit(number)
@@ -222,7 +226,7 @@ def test_requests_waiting_for_capacity_are_bounded() -> None:
 
 
 def test_requests_of_an_exited_client_do_not_run() -> None:
-    """Its frames may come after the news of its end."""
+    """Frames of a client may arrive after the notification of its exit."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.from_control(ProcessExited(7000, ""))  # the pid of the gateway
     rig.submit()
@@ -239,7 +243,7 @@ def test_endpoints_of_withdrawn_models_are_removed() -> None:
 
 
 def test_a_stream_is_granted_as_its_client_reads() -> None:
-    """A producer is held back by whoever is slowest behind it."""
+    """A producer receives credit only as fast as the slowest reader of its responses."""
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
     number = rig.runs()["a"]
@@ -254,8 +258,7 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
 
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
-    """What it has given, and waits to be read, was to be read with what a failed step has not
-    made."""
+    """Its responses waited for an output of the failed step, so they are discarded."""
     rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
     rig.submit()
     runs = rig.runs()
@@ -272,7 +275,7 @@ def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
 
 
 def test_outputs_of_known_size_are_placed() -> None:
-    """They are written where the next step reads them, and are given back by who reads last."""
+    """They are written where the next step reads them, and released by the last reader."""
     elements = 10_000
     models = [model(name, dims=(elements,)) for name in "ab"]
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
@@ -298,7 +301,10 @@ def test_outputs_of_known_size_are_placed() -> None:
 
 
 def test_an_input_that_a_step_returns_is_not_written_again() -> None:
-    """It stays where it is until the client has read it; the place that it was to go to is free."""
+    """The output stays in the input's memory until the client has read it.
+
+    The reserved block is freed.
+    """
     elements = 10_000
     models = [model(name, dims=(elements,)) for name in "ab"]
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
@@ -322,7 +328,7 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
 
 
 def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
-    """Its client may write there once it has its response."""
+    """The client may write to this memory once it has its response."""
     elements = 10_000
     rig = EnsembleRig(CHAIN, [model(name, dims=(elements,)) for name in "ab"], dims=(elements,))
     memory = Memory(id=7, pid=7000, fd=3, inode=1, byte_size=1 << 20, sealed=True)
@@ -347,7 +353,10 @@ def test_memory_of_an_exited_client_is_freed() -> None:
 
 
 def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
-    """Both lie in the process's memory: a release says which by its offset alone."""
+    """Both kinds of blocks are in the memory of the process.
+
+    A release identifies a block by its offset.
+    """
     elements = 10_000
     shape = [model("a", dims=(elements,))]
     rig = EnsembleRig(CHAIN[:1], shape, ["m"], dims=(elements,), cache_bytes=1 << 20)
@@ -370,7 +379,7 @@ def placed(memory_range: Range) -> Packed:
 
 
 def test_a_scheduler_that_is_lost() -> None:
-    """Its steps go to the successor; without one, they fail."""
+    """Its steps are resubmitted to the successor. Without a successor they fail."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
@@ -381,7 +390,9 @@ def test_a_scheduler_that_is_lost() -> None:
 
 
 def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
-    """It is in the same process, and stops: its model has moved to another one."""
+    """The step's model has moved to another scheduler, and the former one in the same process
+    stops.
+    """
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()

@@ -1,4 +1,4 @@
-"""Tensors between steps that are on one CUDA device: they stay there."""
+"""Tensors between steps on the same CUDA device: they stay on the device."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ CHAIN = [
 
 
 def on_gpu(name: str, gpus: tuple[int, ...] = (0,), **more: Any) -> dict[str, Any]:
-    """A model of fixed shapes that computes there."""
+    """Return a model of fixed shapes that computes on these GPUs."""
     group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
     config = model(name, dims=(SIZE,))
     return {**config, "backend": "pytorch", "instance_group": [group], **more}
@@ -37,14 +37,14 @@ def on_cpu(name: str) -> dict[str, Any]:
 
 
 def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
-    """The step that was sent last, and where its output is to go."""
+    """Return the step that was submitted last, and the memory range of its output."""
     ((endpoint, submit),) = rig.sent()
     (output,) = inference_of(submit).outputs
     return endpoint, submit, output.memory_range
 
 
 def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, memory_range: Range) -> None:
-    """The step has written where it was told."""
+    """Complete a step whose output was written to the requested memory range."""
     made = TensorRef("Y", "FP32", (SIZE,), memory_range)
     rig.from_step(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))
 
@@ -100,7 +100,9 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     "second", [on_gpu("b", (1,)), on_gpu("b", (0, 1)), on_cpu("b"), on_gpu("b", backend="python")]
 )
 def test_other_tensors_go_by_the_host(second: dict[str, Any]) -> None:
-    """Of a model on another device, on two, on none, or that takes its inputs in host memory."""
+    """The second model is on another device, on two devices, on none, or has its inputs in host
+    memory.
+    """
     rig = rig_of(on_gpu("a"), second, on_gpu("c"))
     rig.submit(data=bytes(4 * SIZE))
     _, _, memory_range = submitted(rig)

@@ -1,4 +1,4 @@
-"""The data flow of a request: which steps run, in which order, with what."""
+"""The data flow of a request: which steps run, in which order, with which tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def value(text: str, freed: list[str] | None = None, holds: bool = True) -> Valu
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
-    """A graph without circles: each step reads tensors that come before it."""
+    """Draw a graph without cycles, in which each step reads earlier tensors."""
     tensors = ["IN"]
     steps: list[StepNode] = []
     for index in range(draw(st.integers(1, 7))):
@@ -65,13 +65,13 @@ def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = (
 
 
 def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
-    """A response of a step, by the model's names of its outputs."""
+    """Add a step's response, whose outputs have the names of the model."""
     outputs = firing.step.outputs
     flow.respond(firing.step, firing.number, [(outputs[name], each) for name, each in made.items()])
 
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
-    """The steps that run and the outputs that are made, computed from the definition."""
+    """Return the steps that run and the outputs that exist, computed from the definition."""
     needed = graph.needed(graph.outputs)
     runs: set[int] = set()
     skipped: set[str] = set()
@@ -88,7 +88,7 @@ def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
 
 @given(graphs(), st.data())
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
-    """Section 3.7: whatever the order in which steps end; each value is given back once."""
+    """Section 3.7: holds for every order in which steps end; each value is released once."""
     made = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
     false = set(data.draw(st.lists(st.sampled_from(made), unique=True)))
     freed: list[str] = []
@@ -144,7 +144,7 @@ def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -
 
 
 def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> None:
-    """The order in which a response names its outputs is that of the steps that read them."""
+    """Steps run in the order of the outputs in the response that they read."""
     steps = (
         StepNode(0, "fork", "", {"X": "IN"}, {"L": "l", "R": "r"}),
         StepNode(1, "both", "", {"X": "IN", "L": "l"}, {"Y": "a"}),
@@ -184,7 +184,10 @@ def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
 def test_only_tensors_with_one_reader_stay_on_a_device(
     graph: Graph, devices: dict[int, int]
 ) -> None:
-    """Who writes a tensor and all who read it are there; no client, and no condition."""
+    """The writer and all readers of the tensor are on this device.
+
+    The tensor is no output of the ensemble and no condition.
+    """
     made = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():

@@ -1,4 +1,4 @@
-"""An ensemble's links to its steps' schedulers, in its process and elsewhere."""
+"""An ensemble's links to its steps' schedulers, in the same process and in other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ = Release(1, [0], 2)
 
 
 class Neighbour:
-    """A scheduler of the same process, at an endpoint, and what it was sent."""
+    """A scheduler in the same process, with the messages that it has received."""
 
     def __init__(self, links: InProcessLinks, endpoint: str) -> None:
         self.received: list[Any] = []
@@ -27,7 +27,7 @@ class Neighbour:
 
 
 def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> None:
-    """Nothing was submitted to it where it is now, so there is no link to it yet."""
+    """A link must be opened first, because nothing was submitted to the new endpoint yet."""
     links, there = InProcessLinks(), f"ipc://{tmp_path}/s2"
     with contextlib.closing(Router(there)) as router:
         steps = StepSchedulers(Waiter(), links, b"1.1", lambda endpoint, message: None)
@@ -49,7 +49,7 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
 
 
 def test_a_client_is_served_at_once_and_answered_later() -> None:
-    """No handler of a scheduler is called within another one."""
+    """No handler of a scheduler is called from within another scheduler's handler."""
     links = InProcessLinks()
     step, client = Neighbour(links, "s1"), Neighbour(links, "1.1")
     assert links.call("s1", "1.1", READ) and step.received == [READ]

@@ -1,4 +1,4 @@
-"""What becomes of steps' responses when nobody reads them, or not yet; and of steps that waited."""
+"""Responses of steps that are unread, discarded, or delayed, and steps that waited."""
 
 import os
 from typing import Any
@@ -19,21 +19,21 @@ GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True
 
 
 def failed(rig: EnsembleRig) -> m.Failed:
-    """The one message that the client was told."""
+    """Return the only message to the client, an error."""
     (message,) = rig.client_messages()
     assert isinstance(message, m.Failed)
     return message
 
 
 def begun_stream(**more: Any) -> tuple[EnsembleRig, int]:
-    """A request whose first step gives any number of responses, and that step's number."""
+    """Return a rig whose request has begun a decoupled first step, and the step's number."""
     rig = EnsembleRig(STREAM, STREAM_MODELS, **more)
     rig.submit()
     return rig, rig.runs()["a"]
 
 
 def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
-    """Credit-based flow control end to end: what a step makes of a response is not unbounded."""
+    """Credit-based flow control works end to end, so the outputs of later steps are bounded."""
     rig, number = begun_stream()
     for index in range(FIRST_CREDIT):
         rig.respond("a", number, b"%04d" % index)
@@ -45,7 +45,9 @@ def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
 
 
 def test_a_producer_behind_a_failure_is_granted_on() -> None:
-    """Its request ends when it has: it must not wait for the reader of what is dropped."""
+    """The failed request ends when the producer has ended, so its discarded responses are
+    credited at once.
+    """
     rig, number = begun_stream()
     rig.respond("a", number, b"0000")
     rig.from_step("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
@@ -65,7 +67,7 @@ def test_a_response_that_is_an_error_is_granted_on() -> None:
 
 
 def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
-    """A worker died right after it had responded: the ensemble goes on."""
+    """The worker has exited right after its response. Other requests continue."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE, 0, 4))
@@ -77,7 +79,7 @@ def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
 
 
 def test_a_response_that_cannot_be_read_is_counted() -> None:
-    """Its request fails; a producer of further responses has its credit back."""
+    """The request fails, and a producer of further responses receives its credit."""
     for schema, data in ((b"\xc1", []), (made(b"")[0], [b"", b""])):
         rig, number = begun_stream()
         rig.from_step("a", m.Responded(number, "", "", schema, data, False))
@@ -88,7 +90,7 @@ def test_a_response_that_cannot_be_read_is_counted() -> None:
 
 
 def test_an_unreadable_condition_fails_its_request() -> None:
-    """One that lies on a device, or in a client's memory."""
+    """The condition is on a device, or in a client's memory."""
     second = {**STREAM[1], "input_map": {"X": "IN"}}
     rig = EnsembleRig([STREAM[0], second], [model("a"), model("b")], conditions={1: "m"})
     rig.submit()
@@ -100,7 +102,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
-    """Section 3.7: no new step begins; the failed one leaves its place to another request."""
+    """Section 3.7: no new step begins; the failed request frees its place for another request."""
     rig, number = begun_stream(max_inflight=1)
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")
@@ -112,7 +114,7 @@ def test_no_step_that_waited_begins_after_a_failure() -> None:
 
 
 def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
-    """A long deadline does not keep a request, and its tensors, until then."""
+    """The timer of a long deadline does not keep a completed request and its tensors alive."""
     rig = EnsembleRig(STREAM[:1], [model("a")], ["m"])
     for number in range(5000):
         rig.submit(number, deadline_ms=3_600_000 + number)
@@ -124,7 +126,7 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
 
 
 class Elsewhere:
-    """A worker's arena with one output of a step, and what the ensemble said of it."""
+    """A worker's arena with one output of a step, and the releases that the ensemble has sent."""
 
     def __init__(self, data: bytes) -> None:
         self.arena = Arena(1 << 16)
@@ -138,13 +140,16 @@ class Elsewhere:
         )
 
     def reuse(self) -> None:
-        """Have something else lie there."""
+        """Overwrite the memory with other data."""
         self.arena.view(self.memory_range)[:] = bytes(self.memory_range.byte_size)
 
 
 def test_clients_read_memory_of_the_ensemble() -> None:
-    """A worker takes its memory back when the ensemble's process ends, and the client may read for
-    longer: it reads a copy, and the worker has its block back at once."""
+    """The client reads a copy, and the worker's block is released at once.
+
+    A worker frees its memory when the ensemble's process exits, which may be before the client has
+    read.
+    """
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
@@ -163,7 +168,7 @@ def test_clients_read_memory_of_the_ensemble() -> None:
 
 
 def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
-    """The requests of a step have one kind where only the tensors before it differ in shape."""
+    """Requests of a step have the same kind if only tensors of earlier steps differ in shape."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     for number in range(1, 6):
         rig.submit(number, data=bytes(4 * number))
@@ -174,7 +179,7 @@ def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
 
 
 def test_tensors_between_two_steps_are_not_copied() -> None:
-    """Its worker reads it where it lies."""
+    """The next step's worker reads the tensor in place."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
@@ -191,7 +196,7 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
 
 
 def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
-    """And the worker has its block back."""
+    """The worker's block is released, too."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)

@@ -1,4 +1,4 @@
-"""The blocks of a pool: whose they are, which are evicted first, and that they lie side by side."""
+"""The blocks of a pool: their owners, the order of eviction, and adjacent allocation."""
 
 import itertools
 from array import array
@@ -11,7 +11,7 @@ KEYS = [block_key(ROOT, array("i", [token])) for token in range(8)]
 
 
 def sealed(pool: BlockPool, count: int) -> list[int]:
-    """Blocks that are held, with the first keys."""
+    """Allocate and seal blocks with the first keys."""
     blocks = pool.allocate(count)
     for block, key in zip(blocks, KEYS, strict=False):
         pool.seal(block, key)

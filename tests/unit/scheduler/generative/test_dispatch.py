@@ -1,5 +1,4 @@
-"""Requests of a generative model on their way through the scheduler: prepared, run, cancelled, and
-taken over where an instance dies."""
+"""Requests of a generative model in the scheduler: prepared, run, cancelled, and restarted."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
 
 @dataclass
 class Llm:
-    """A worker by hand: it takes what it was sent, one message at a time."""
+    """A fake worker that handles its messages one at a time."""
 
     rig: Rig
     settings: EngineSettings
@@ -51,7 +50,7 @@ class Llm:
         return self.inbox
 
     def turn(self) -> bool:
-        """Serve a message; False: there is none."""
+        """Handle one message; return whether there was one."""
         self.receive()
         if not self.inbox:
             return False
@@ -113,7 +112,7 @@ def submit(rig: Rig, count: int = 1, **fields: Any) -> list[int]:
 
 
 def ended(rig: Rig) -> dict[int, str]:
-    """By number, the code with which requests have ended since the last time."""
+    """Return the codes of requests that have ended since the last call, by number."""
     codes = {}
     for answer in rig.answers():
         if isinstance(answer, m.Failed) or (isinstance(answer, m.Responded) and answer.final):
@@ -233,7 +232,7 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
 @pytest.mark.parametrize("second", [1, 3, 5, 40])
 @pytest.mark.parametrize("first", [4, 7, 40])
 def test_restarted_samples_keep_their_tokens(first: int, second: int) -> None:
-    """Their worker generates the same tokens; those of all deaths are known to the last one."""
+    """The next worker generates the same tokens. It receives the tokens from before all deaths."""
     settings = engine_settings()
     rig = rig_of(settings)
     (number,) = submit(rig)
@@ -287,7 +286,7 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
 
 
 def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() -> None:
-    """The system gives numbers of processes again."""
+    """The kernel reuses pids, so a new worker may have the address of a dead one."""
     settings = engine_settings()
     rig = rig_of(settings)
     for _ in range(2):

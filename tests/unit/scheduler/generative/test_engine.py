@@ -1,5 +1,7 @@
-"""The engine: whatever is preempted, shared, copied and cancelled, each sample has the tokens that
-it has alone, no block is lost, and nobody is overtaken."""
+"""The engine: preemption, sharing, copies and cancellation change no sample's tokens.
+
+No block leaks, and requests are not overtaken.
+"""
 
 import random
 from typing import Any

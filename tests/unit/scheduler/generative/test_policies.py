@@ -1,4 +1,4 @@
-"""Who goes first, and what follows from what steps have cost."""
+"""The scheduling policies, and decisions based on the measured durations of steps."""
 
 from array import array
 from typing import Any
@@ -16,7 +16,7 @@ NOW = 100 * S
 
 
 def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -> Sequence[None]:
-    """One that came before NOW, and is to compute so many tokens in all."""
+    """Return a sequence that arrived before NOW and computes `tokens` tokens in all."""
     prompt = array("i", [1] * (tokens // 2))
     arrived = NOW - int(waited_s * S)
     most = tokens - len(prompt)
@@ -61,7 +61,9 @@ def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
 
 
 def learned(steps: int = 400) -> StepTimes:
-    """What is known after steps of 4 ms, 1 ms a token decoded and 0.25 ms one of a prompt."""
+    """Return estimates learned from steps of 4 ms, plus 1 ms per decoded and 0.25 ms per prompt
+    token.
+    """
     times = StepTimes()
     for step in range(steps):
         load = StepWork(step % 9, step % 7 * 16, step % 5 * 1000)
@@ -76,8 +78,9 @@ def test_the_time_of_a_step_is_learned() -> None:
 
 
 def test_similar_steps_do_not_distort_the_estimate() -> None:
-    """As a server has it: a request alone for long, steps with nothing to compute, prompts, and
-    proposals whose tokens cost less than nothing."""
+    """A realistic load: one request for a long time, empty steps, prompts, and cheap draft
+    tokens.
+    """
     times = StepTimes()
     for _ in range(3):
         for keys in range(300):
@@ -125,7 +128,7 @@ def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
 
 
 def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> None:
-    """Steps whose keys cost as much as their linears at the end, as on a processor."""
+    """At the end of the prompt, attention costs as much as the linear layers, as on a CPU."""
 
     def took_ms(load: StepWork) -> float:
         return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5

@@ -1,4 +1,4 @@
-"""The dynamic batcher's rules, 3.1.1 to 3.1.10, each seen at what workers and clients are sent."""
+"""The dynamic batcher's rules 3.1.1 to 3.1.10, tested by the messages to workers and clients."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ DELAY = {"max_queue_delay_microseconds": 1000}
 
 
 def sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
-    """The number of requests of each batch that is sent, each finished at once."""
+    """Complete up to `batches` batches; return the number of requests in each."""
     sent: list[int] = []
     while len(sent) < batches and (executes := rig.executes()):
         for _, batch in executes:
@@ -27,13 +27,13 @@ def sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
 
 
 def closed(rig: Rig) -> dict[str, int]:
-    """How many batches were closed for which reason."""
+    """Return the number of closed batches by reason."""
     counts: dict[str, int] = rig.report()["shmserve"]["batches_closed"]
     return {reason: count for reason, count in counts.items() if count}
 
 
 def queue(rig: Rig, *units: int, **fields: Any) -> bytes:
-    """Queue requests of these sizes before there is an instance; the instance that comes then."""
+    """Queue requests of these sizes, then add an instance; return its address."""
     for size in units:
         rig.submit(batch_size=size, **fields)
     return rig.start()
@@ -59,8 +59,9 @@ def test_batch_sizes_are_summed_and_no_request_is_split(
 
 
 def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
-    """Rule 3.1.2: what is behind a request that does not fit, or has other shapes, is not pulled
-    ahead of it; shapes are compared with the first request's."""
+    """Rule 3.1.2: a request that does not fit or has other shapes closes the batch; later
+    requests are not pulled ahead. Shapes are compared with those of the first request.
+    """
     rig = Rig(DELAY)
     for key in (b"a", b"a", b"b", b"a"):
         rig.submit(shape_key=key)
@@ -108,7 +109,7 @@ def test_without_a_delay_queued_requests_run_at_once() -> None:
 
 
 def test_the_delay_counts_from_the_oldest_that_waits() -> None:
-    """Rule 3.1.6: which need not be the first in the batch."""
+    """Rule 3.1.6: the oldest request need not be the first of the batch."""
     rig = Rig({**DELAY, "priority_levels": 2, "default_priority_level": 2})
     rig.submit()
     rig.pass_time(400_000)
@@ -120,7 +121,7 @@ def test_the_delay_counts_from_the_oldest_that_waits() -> None:
 
 
 def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
-    """Rule 3.1.6: the wait is the rest of the delay, or until a request's timeout."""
+    """Rule 3.1.6: the wait ends after the rest of the delay, or at a request's timeout."""
     policy = {"default_timeout_microseconds": 300}
     rig, _ = ready_rig({**DELAY, "default_queue_policy": policy})
     (number,) = rig.submit()
@@ -131,13 +132,13 @@ def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
 
 @pytest.mark.parametrize("preferred", [[4], [], [2, 4]])
 def test_the_largest_preferred_size_runs_at_once(preferred: list[int]) -> None:
-    """Rule 3.1.7: by default that is the maximum."""
+    """Rule 3.1.7: the default preferred size is the maximum size."""
     rig = Rig({**DELAY, "preferred_batch_size": preferred}, max_batch_size=4)
     assert sizes(rig, queue(rig, 1, 1, 2)) == [3]
 
 
 def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
-    """Rule 3.1.8: what comes while it is busy joins the next batch."""
+    """Rule 3.1.8: requests that arrive while the instance is busy join the next batch."""
     rig, peer = ready_rig(DELAY)
     rig.submit()
     rig.pass_time(MS)
@@ -162,7 +163,9 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
 def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
     block: dict[str, Any], sent: list[int]
 ) -> None:
-    """Rule 3.1.8: without one, what cannot grow may be sent ahead to an instance that is busy."""
+    """Rule 3.1.8: without a queue policy, a batch that cannot grow may be sent ahead to a busy
+    instance.
+    """
     rig, _ = ready_rig(block)
     rig.core.executions.service_time.pipeline_depth = 2
     rig.submit()
@@ -173,7 +176,7 @@ def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
 def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int]) -> None:
-    """Rule 3.1.9: whatever instance finishes first, and whatever fails."""
+    """Rule 3.1.9: holds whichever instance finishes first, and whichever request fails."""
     rig = Rig({"preserve_ordering": True}, max_batch_size=1)
     for index in range(4):
         rig.start(index, 100 + index)
@@ -203,7 +206,7 @@ def test_shutdown_rejects_new_requests() -> None:
 
 
 def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
-    """Rule 3.0: first in, first out, one request an execution, no queue policy."""
+    """Rule 3.0: first in, first out, one request per execution, no queue policy."""
     rig, peer = ready_rig(max_batch_size=8)
     rig.submit(2, priority=0)
     rig.submit(2, priority=1)
@@ -217,7 +220,7 @@ def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
 
 
 def test_requests_are_numbered_as_they_come() -> None:
-    """Rule 3.1.1: and leave in that order, whatever their sizes."""
+    """Rule 3.1.1: requests run in order of arrival, whatever their sizes."""
     rig = Rig({})
     peer = queue(rig, 3, 8, 1, 1, 7)
     works = []

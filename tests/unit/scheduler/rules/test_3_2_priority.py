@@ -1,4 +1,4 @@
-"""The rules of priorities and queue policies, 3.2.1 to 3.2.6, seen at what is sent."""
+"""The rules of priorities and queue policies, 3.2.1 to 3.2.6, tested by the sent messages."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def refused(number: int, text: str, retry_s: int = 0) -> m.Failed:
 
 
 def order(rig: Rig, peer: bytes) -> list[list[int]]:
-    """The numbers of the requests of each batch, each finished at once."""
+    """Complete the batches one by one; return the numbers of the requests in each."""
     batches: list[list[int]] = []
     while executes := rig.executes():
         for _, batch in executes:
@@ -27,14 +27,14 @@ def order(rig: Rig, peer: bytes) -> list[list[int]]:
 
 
 def busy(dynamic: dict[str, Any], **more: Any) -> tuple[Rig, bytes, m.Execute]:
-    """A rig whose only instance runs a request, number 1."""
+    """Return a rig whose only instance executes request 1."""
     rig, peer = ready_rig(dynamic, **more)
     rig.submit()
     return rig, peer, rig.execute()[1]
 
 
 def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
-    """Rule 3.2.1: level 1 is the highest; 0 and what is no level is the default."""
+    """Rule 3.2.1: level 1 is the highest. 0 and invalid levels mean the default level."""
     rig = Rig(LEVELS, max_batch_size=1)
     for priority in (3, 0, 1, 2**40, 2, 3, 1):
         rig.submit(priority=priority)
@@ -73,7 +73,10 @@ def test_a_low_level_may_starve() -> None:
 
 
 def test_each_level_has_its_policy_and_its_own_bound() -> None:
-    """Rule 3.2.2: what a level has no policy for is as the default's; what runs does not count."""
+    """Rule 3.2.2: a level without a policy has the default policy.
+
+    Running requests do not count.
+    """
     policies = {"1": {"max_queue_size": 2}, "3": {"max_queue_size": 1}}
     dynamic = {
         **LEVELS,
@@ -167,7 +170,7 @@ def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
 
 
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
-    """Rule 3.2.4: DELAY; and they do not time out any more."""
+    """Rule 3.2.4: DELAY. Delayed requests no longer time out."""
     rig, peer, batch = busy({**LEVELS, "default_queue_policy": DELAYED}, max_batch_size=1)
     rig.submit(2, priority=2)  # the requests 2 and 3 will be delayed
     rig.pass_time(MS + 1)
@@ -195,8 +198,9 @@ def test_delayed_requests_may_wait_for_ever() -> None:
 @pytest.mark.parametrize("limit_us", [0, 5000])
 @pytest.mark.parametrize("is_deadline", [False, True])
 def test_a_requests_own_timeout_delays_it_too(limit_us: int, is_deadline: bool) -> None:
-    """Rule 3.2.4: with DELAY, the timeout that overrides the policy's is no deadline, not even with
-    --request-timeout-is-deadline; other deadlines still are."""
+    """Rule 3.2.4: with DELAY, a timeout that overrides the policy's is no deadline, even with
+    --request-timeout-is-deadline. Other deadlines still apply.
+    """
     policy = {**DELAYED, "allow_timeout_override": True}
     rig, _, _ = busy({"default_queue_policy": policy}, request_timeout_is_deadline=is_deadline)
     (number,) = rig.submit(timeout_us=400, timeout_ns=limit_us * 1000)
@@ -256,7 +260,7 @@ def test_cancelling_a_delayed_request_takes_it_out() -> None:
 
 @pytest.mark.parametrize("policy", [{}, DELAYED])
 def test_time_is_over_by_a_timer_and_not_when_an_instance_is_free(policy: dict[str, Any]) -> None:
-    """Rule 3.2.5: who is to be refused hears of it at once, while the instance is busy."""
+    """Rule 3.2.5: the request is rejected at once, even while the instance is busy."""
     policy = {"default_timeout_microseconds": 1000, **policy}
     rig, _, _ = busy({"default_queue_policy": policy})
     number = rig.submit()[0]

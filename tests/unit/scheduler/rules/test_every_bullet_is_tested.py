@@ -1,5 +1,6 @@
-"""The schedulers' rules that have no numbers (sections 3.3 to 3.7 of the reference), one by one in
-their order there, and which tests show each."""
+"""The unnumbered rules of the schedulers (sections 3.3 to 3.7 of the reference) and the tests
+of each.
+"""
 
 import re
 from functools import cache

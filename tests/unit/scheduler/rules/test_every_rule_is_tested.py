@@ -1,4 +1,4 @@
-"""The schedulers' numbered rules, and that each has a test whose docstring names it."""
+"""The numbered rules of the schedulers; the docstring of a test names each rule that it checks."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def _named() -> set[str]:
 
 
 def _sections() -> set[str]:
-    """Those in a docstring that speaks of a section of the reference."""
+    """Return the sections of the reference that docstrings of tests name."""
     texts = (path.read_text() for path in TESTS.rglob("test_*.py") if path != Path(__file__))
     lines = (
         line for text in texts for line in text.splitlines() if re.search("[Ss]ection|refer", line)

@@ -1,5 +1,7 @@
-"""What is cancelled and which instances leave cost no more the more requests and slots there are,
-counted in operations of the interpreter."""
+"""The cost of cancellations and of retiring instances, in executed interpreter instructions.
+
+The cost does not depend on the number of requests and slots.
+"""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +17,7 @@ FEW, MANY = 200, 4_000
 
 
 def operations(work: Callable[[], None]) -> int:
-    """How many instructions of Python run, loops over a list within one line included."""
+    """Return the number of executed Python instructions, including loops within one line."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -37,8 +39,13 @@ operations(lambda: None)
 
 
 def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
-    """What it costs to cancel these of so many requests of one sequence, where so many come after
-    a START that begins it anew."""
+    """Return the cost of cancelling the requests in a slice of one sequence.
+
+    Args:
+        numbers: The requests to cancel.
+        waiting: The number of requests of the sequence.
+        anew: The number of requests after a START that restarts the sequence.
+    """
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     asked = [rig.request(1) for _ in range(waiting)]
@@ -54,7 +61,7 @@ def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_cancellation_costs_no_more_with_many_waiting(anew: bool) -> None:
-    """From the tail of a sequence, so that nothing behind leaves with it."""
+    """The last requests of the sequence are cancelled, so that no later request ends with them."""
     tail = slice(None, -20, -1)
     few, many = (cancelling(tail, each, each if anew else 0) for each in (FEW, MANY))
     assert many < few * 1.1
@@ -66,7 +73,7 @@ def test_all_that_is_behind_costs_once_for_each() -> None:
 
 
 def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
-    """Of the others: it has as many itself."""
+    """The free slots belong to other instances; the retiring instance has equally many slots."""
 
     def retiring(instances: int) -> int:
         dispatch: Any = SequenceRig(rows=8, instances=instances).core._dispatch

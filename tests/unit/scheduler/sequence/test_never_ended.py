@@ -1,5 +1,7 @@
-"""Very many sequences that are opened and never ended (reference 3.3, idle sequences), in the
-table of sequences alone: what it keeps is bounded, and others are served."""
+"""Very many sequences that are begun and never ended (reference 3.3, idle sequences).
+
+The table of sequences stays bounded, and other clients are served.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ MANY, SLOTS, MOST, IDLE_NS = 100_000, 64, 1000, 1000
 
 
 class Table:
-    """One instance of so many slots."""
+    """A sequence table with one instance of `slots` slots."""
 
     def __init__(self) -> None:
         self.sequences = Sequences("m", IDLE_NS, MOST)
@@ -27,7 +29,7 @@ class Table:
         self.executed: list[Any] = []
 
     def ask(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
-        """A request; raises what it is refused with."""
+        """Submit a request; raise the error if it is rejected."""
         self.sequences.check(sequence, flags, (client, 0))
         submit = SimpleNamespace(source=0)
         request: Any = SimpleNamespace(
@@ -37,7 +39,7 @@ class Table:
         return request
 
     def turn(self) -> None:
-        """All slots with a request execute; who had been idle for too long is over by then."""
+        """Execute all slots with a request, after sequences that were idle too long have ended."""
         rows = [
             (slot, each) for slot, each in enumerate(self.slots.sequences) if each and each.waiting
         ]
@@ -47,14 +49,14 @@ class Table:
         self.sequences.reap(self.now)
 
     def kept(self) -> int:
-        """How many sequences, slots and ids it knows."""
+        """Return the number of sequences, slots and ids in the table."""
         table = self.sequences
         waiting = sum(1 for _ in table.backlog)
         return table.open + waiting + len(table._free) + len(table._idle) + len(table._lost)
 
 
 def test_each_of_many_runs_once_and_is_forgotten() -> None:
-    """All have a slot, one after the other, until they have been idle for too long."""
+    """Each sequence has a slot until it has been idle for too long."""
     table = Table()
     greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
     other: Client[ScheduledRequest] = Client(b"7002.a", print)
@@ -76,7 +78,7 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
 
 
 def test_of_many_that_find_no_slot_so_many_wait() -> None:
-    """The others are refused, and leave nothing; who comes with another client has its turn."""
+    """Further sequences are rejected and leave no state. Another client still has its turn."""
     table = Table()
     greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
     other: Client[ScheduledRequest] = Client(b"7002.a", print)

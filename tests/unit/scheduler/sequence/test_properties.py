@@ -1,4 +1,4 @@
-"""Whatever comes in whatever order: what is always true of batches of sequences."""
+"""Properties that hold for batches of sequences with any requests in any order."""
 
 import sys
 from collections import Counter
@@ -24,7 +24,7 @@ steps = st.lists(st.one_of(asks, asks, asks, returns, returns, cancels, times, d
 
 
 class Watched(SequenceRig):
-    """Notes who ran where, and checks each batch as it is given."""
+    """A rig that records where requests run and checks each batch."""
 
     def __init__(self, strategy: str) -> None:
         super().__init__(strategy, ROWS, INSTANCES)
@@ -36,7 +36,7 @@ class Watched(SequenceRig):
         self.last: dict[Any, int] = {}  # sequence -> its last request
 
     def executes(self) -> list[tuple[bytes, m.Execute]]:
-        """As `Rig`'s, each checked."""
+        """Return the executed batches, like `Rig.executes`, after checking each."""
         found = super().executes()
         for client in self.scheduler._clients.values():
             for request in client.requests.values():
@@ -60,7 +60,7 @@ class Watched(SequenceRig):
         assert len({self.sequences[row.key] for row in real}) == len(real)
 
     def note(self) -> None:
-        """Take what clients were told."""
+        """Record the messages to clients."""
         for answer in self.answers():
             self.told[answer.id] += 1
 
@@ -111,7 +111,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
 
 
 def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
-    """Counted in operations, by the lines of code that ran."""
+    """The cost is the number of executed lines of code."""
 
     def lines(waiting: int) -> int:
         rig = SequenceRig("oldest", rows=2)

@@ -1,4 +1,4 @@
-"""What both strategies share (reference 3.3): ids, slots, the backlog, idle ones, cancellation."""
+"""Rules for both sequence strategies (reference 3.3): ids, slots, backlog, idle sequences."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def rig(request: pytest.FixtureRequest) -> SequenceRig:
 
 
 def error(rig: Rig) -> str:
-    """The one refusal since the last time."""
+    """Return the only error since the last call."""
     (answer,) = rig.answers()
     assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
     return answer.message
@@ -184,7 +184,7 @@ def test_3_3_an_idle_sequence_loses_its_slot_and_the_model_hears_nothing() -> No
 
 
 def test_3_3_who_runs_or_waits_is_not_idle() -> None:
-    """Here the time counts from the last response: a model may take as long as it likes."""
+    """The idle time begins with the last response: a model may compute for any time."""
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
     rig.pass_time(50_000 * US)
@@ -271,7 +271,7 @@ def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: Sequence
 
 @pytest.mark.parametrize("slots", [0, 1])
 def test_3_10_cancelling_one_cancels_those_behind_it(slots: int) -> None:
-    """In the backlog and in a slot; those before it still run."""
+    """Holds in the backlog and in a slot. Earlier requests of the sequence still run."""
     rig = SequenceRig(rows=1)
     if not slots:
         rig.request(9, START)
@@ -332,7 +332,7 @@ def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> 
 
 
 def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
-    """Until the last has ended; a model that is unloaded does not."""
+    """A drained model waits until its last sequence has ended; an unloaded model does not."""
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))
@@ -357,7 +357,7 @@ def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
 
 
 def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
-    """They fail and are told why, those it had not begun wait for another slot, new ones start."""
+    """Begun sequences fail with this reason. Others wait for another slot, and new ones start."""
     rig = SequenceRig(rows=2, instances=2)
     runs = rig.request(1, START)
     rig.request(2, START)
@@ -392,7 +392,7 @@ def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
 
 
 def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
-    """So many wait for a slot, more are refused, and those in slots go on."""
+    """A limited number waits for a slot, more are rejected, and those in slots continue."""
     rig.request(1, START)
     rig.done()
     for sequence in range(2, 16_384 + 4):
@@ -415,7 +415,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
 
 
 def test_connections_of_a_gateway_take_turns() -> None:
-    """One that opens many sequences has others' in between, and its own are bounded."""
+    """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
     greedy = [rig.request(each, START | END, source=7) for each in range(1, 7)]
     other = [rig.request(each, START | END, source=8) for each in (11, 12)]
@@ -480,8 +480,10 @@ def test_3_5_iterative_and_decoupled() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
-    """They go on where their state is, who comes waits for another instance, and the one that
-    retires leaves with the last of them."""
+    """Open sequences continue at the instance with their state, and new sequences wait for another.
+
+    The instance retires after its last sequence.
+    """
     given = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
     rig = SequenceRig(strategy, rows=1, instances=2, given=given)
     rig.request(1, START)
@@ -508,14 +510,14 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
 
 def ended(rig: SequenceRig) -> list[list[int]]:
-    """The slots of which the instance is told that their sequences are over, by message."""
+    """Return the slots in each `EndSequences` message to the instance."""
     sent = rig.workers.take()
     rig.workers.posted[:0] = [each for each in sent if not isinstance(each[1], m.EndSequences)]
     return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
 
 
 def begun(rig: SequenceRig, flags: int = START) -> None:
-    """Sequence 1 has run a request."""
+    """Begin sequence 1 and complete its request."""
     rig.request(1, flags)
     rig.done()
     rig.outcomes()

@@ -10,7 +10,9 @@ US = 1_000
 
 
 def test_the_worked_example_of_two_instances_with_two_slots() -> None:
-    """Sequences 0 to 5 (ids 1 to 6): four get the slots, two wait; who ends makes room."""
+    """Sequences 0 to 5 (ids 1 to 6): four have slots and two wait; an ended sequence frees its
+    slot.
+    """
     rig = SequenceRig(rows=2, instances=2)
     for sequence in range(1, 7):
         rig.request(sequence, START)
@@ -34,8 +36,10 @@ def test_the_worked_example_of_two_instances_with_two_slots() -> None:
 
 
 def test_the_worked_example_of_one_instance() -> None:
-    """A lone first request runs at once, as one row; the next of slot 0 and the first of slot 1
-    together."""
+    """A lone first request runs at once, as one row.
+
+    The next request of slot 0 and the first of slot 1 run together.
+    """
     rig = SequenceRig(rows=2)
     rig.request(1, START)
     assert [(row.slot, row.key > 0, row.flags) for row in rig.rows()] == [(0, True, START)]
@@ -135,7 +139,7 @@ def test_3_4_enough_slots_end_the_wait_and_so_does_a_deadline() -> None:
 
 
 def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
-    """As Triton's: `inference_count` counts requests, `batch_stats` what ran."""
+    """As in Triton, `inference_count` counts requests, and `batch_stats` counts executed rows."""
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
@@ -166,8 +170,11 @@ CANDIDATES = {"max_candidate_sequences": 4}
 
 
 def test_the_worked_example() -> None:
-    """Four candidates, batches of at most two: never two of one sequence, the last two of D one
-    after the other, and who ends makes room at once."""
+    """Four candidates in batches of at most two.
+
+    A batch never has two requests of one sequence; the last two requests of D run one after the
+    other; an ended sequence frees its place at once.
+    """
     rig = SequenceRig("oldest", rows=2, given=CANDIDATES)
     rig.request("A", START)
     assert rig.batches() == {0: ["A"]}

@@ -1,6 +1,6 @@
-"""Tiny models that the tests share: nothing writes into them.
+"""Tiny models that tests share and must not modify.
 
-Where torch is not installed, this file must be importable: what needs it is skipped.
+This file must be importable without torch; the tests that need torch are then skipped.
 """
 
 import functools
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors are slower in several."""
+    """Compute with one thread, which is faster for small tensors."""
     import torch
 
     before = torch.get_num_threads()
@@ -24,7 +24,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A folder by what `write_folder` is told, written once."""
+    """Return a function that writes a model folder once for each set of `write_folder`
+    arguments.
+    """
     from tests.support.hf_folders import write_folder
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -41,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @functools.cache
 def reference(path: Path) -> Any:
-    """What transformers makes of a folder."""
+    """Load a folder with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -49,7 +51,7 @@ def reference(path: Path) -> Any:
 
 
 def generated(path: Path, prompt: list[int], **more: Any) -> list[int]:
-    """What transformers' `generate` puts behind a prompt."""
+    """Return the tokens that transformers' `generate` appends to a prompt."""
     import torch
 
     ids = torch.tensor([prompt])

@@ -1,4 +1,4 @@
-"""Requests and their texts: streams, ends, several samples, successors, errors."""
+"""Responses of the text backend: streams, stop reasons, several samples, successors, errors."""
 
 import json
 import random
@@ -127,7 +127,9 @@ def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folde
 
 
 def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Folder) -> None:
-    """As in vLLM, the tokenizer's end token is none; other end tokens of the model are."""
+    """As in vLLM, the tokenizer's end token is not reported as a stop reason; other end tokens
+    are.
+    """
     token = greedy(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
     settings = {"eos_token_id": [0, token]}
@@ -270,7 +272,7 @@ def test_a_successor_tells_all_tokens_and_their_logprobs(
 
 
 def pieces(scheduler: Scheduler, key: int, index: int) -> tuple[str, list[dict[str, Any]]]:
-    """The text of a sample, and what was told of its tokens."""
+    """Return the text of a sample and the reported entries of its tokens."""
     content = [
         token
         for each in scheduler.responses[key]
@@ -603,7 +605,7 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
 
 
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:
-    """A text up to the stop string that is complete first, and the stop string."""
+    """Return the text up to the stop string that is completed first, and that stop string."""
     for end in range(1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):

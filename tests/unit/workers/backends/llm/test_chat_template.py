@@ -1,11 +1,12 @@
-"""Chat templates: what a request asks of a template is used or refused."""
+"""Chat templates: template variables of a request are either used or rejected."""
 
+import json
 from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.workers.backends.llm.chat_template import ChatTemplate
+from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
 
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
@@ -75,3 +76,40 @@ def test_the_result_of_a_tool_is_a_text_even_where_a_template_takes_parts() -> N
 def test_a_continued_message_has_no_generation_prompt() -> None:
     with pytest.raises(InvalidArgument, match="continue_final_message: add_generation_prompt"):
         rendered(ROLES, continue_final_message=True, add_generation_prompt=True)
+
+
+MALFORMED: dict[str, Any] = {
+    "chat_template_kwargs": [3, "x", [1], True],
+    "documents": [3, "x", {}, False],
+    "reasoning_effort": [3, [], {}],
+    "add_generation_prompt": ["yes", 1, []],
+    "continue_final_message": ["yes", 1, {}],
+    "include_reasoning": ["no", 0, []],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_variable_of_another_type_is_refused(name: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    assert conversation(json.dumps({"messages": messages, name: None}))[name] is None
+    for value in MALFORMED[name]:
+        with pytest.raises(InvalidArgument, match=f"^{name}: "):
+            conversation(json.dumps({"messages": messages, name: value}))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": [{"type": "text"}]},
+        {"content": [{"type": "text", "text": 3}]},
+        {"tool_calls": "x"},
+        {"tool_calls": {"function": {"name": "f"}}},
+        {"tool_calls": [3]},
+        {"tool_calls": [{"function": "f"}]},
+        {"tool_calls": [{"function": {"name": 3}}]},
+    ],
+    ids=str,
+)
+def test_malformed_members_of_a_message_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"^messages: "):
+        rendered(ROLES, messages=[{"role": "assistant", **message}])

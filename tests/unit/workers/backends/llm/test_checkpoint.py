@@ -1,4 +1,6 @@
-"""Folders: all that is wrong with one is said at once, and what it leaves open is completed."""
+"""Model folders: all errors of a folder are reported together, and missing settings are
+completed.
+"""
 
 import json
 import math

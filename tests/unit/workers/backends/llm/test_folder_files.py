@@ -1,4 +1,4 @@
-"""The files of a folder: tokens, texts and prompts are those of transformers."""
+"""The files of a model folder: tokens, texts and prompts equal those of transformers."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def token(content: str, **more: Any) -> dict[str, Any]:
 
 
 def spaced() -> str:
-    """tokenizer.json with U+2581 for spaces, as that of Llama 2."""
+    """Return a tokenizer.json that represents spaces by U+2581, like that of Llama 2."""
     pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
@@ -205,7 +205,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
 
 
 def unigram() -> str:
-    """tokenizer.json of a Unigram model, as that of T5."""
+    """Return the tokenizer.json of a Unigram model, like that of T5."""
     pieces = [("<unk>", 0.0), ("▁the", -1.0), ("▁fox", -1.0), *((each, -5.0) for each in "▁thefox")]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,4 +1,4 @@
-"""Grammars: keys of schemas that the library lacks, and vocabularies of other kinds."""
+"""Grammars: schema keywords that the library lacks, and unusual vocabularies."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ GRAMMARS = Grammars(TokenTexts(BYTES), BYTES.get_vocab_size(), (0,))
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
-    """Return whether a text of the schema may be the JSON of a value."""
+    """Return whether the grammar of a schema accepts the JSON text of a value."""
     matcher = GRAMMARS.matcher(("json_schema", json.dumps(schema)))
     tokens = BYTES.encode(json.dumps(value, ensure_ascii=False)).ids
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
@@ -75,6 +75,12 @@ def test_names_of_properties_follow_their_schema(
 def test_other_schemas_of_names_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="propertyNames"):
         accepts({"type": "object", **schema}, {})
+
+
+def test_nulls_are_absent_except_in_values() -> None:
+    schema = {"required": None, "properties": {"a": {"type": "string", "default": None}}}
+    assert with_patterns(schema, schema) == {"properties": schema["properties"]}
+    assert with_patterns({"const": None}, {}) == {"const": None}
 
 
 def test_values_that_look_like_schemas_are_kept() -> None:

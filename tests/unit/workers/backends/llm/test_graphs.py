@@ -1,4 +1,4 @@
-"""What a CUDA graph computes of a pass, computed without one: the same as any other way."""
+"""Passes for CUDA graphs, computed without a graph: the results equal those of other passes."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Memory on huge pages: what is moved, and that nothing else is."""
+"""Moving memory to huge pages: exactly the intended ranges are moved."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""A slice of each of the long checks (`python -m tests.generation`), and that they see what is
-wrong."""
+"""A short part of each long check (`python -m tests.generation`), and that the checks find
+errors.
+"""
 
 from collections import Counter
 
@@ -28,7 +29,7 @@ def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cleared() -> None:
-    """Nothing is known of requests alone, before and after."""
+    """Clear the cached results of single requests before and after a test."""
     schedules.alone.cache_clear()
 
 

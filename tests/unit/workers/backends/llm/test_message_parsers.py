@@ -1,4 +1,4 @@
-"""Messages in the format of each family: whole, in any chunks, and malformed."""
+"""Messages in the format of each family: in one piece, in random chunks, and malformed."""
 
 import json
 import random
@@ -156,7 +156,7 @@ LATE = {
 def parsed(
     family: str, chunks: list[str], stream: bool, **more: Any
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    """The content, the reasoning, and the name and arguments of each call."""
+    """Return the content, the reasoning, and the name and arguments of each call."""
     parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **more), stream)
     found = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
@@ -177,7 +177,7 @@ def parsed(
 
 
 def split(text: str, seed: int) -> list[str]:
-    """The text in random chunks; with seed 0, in characters."""
+    """Return the text in random chunks, or in single characters if the seed is 0."""
     draw = random.Random(seed)
     found: list[str] = []
     while text:

@@ -1,4 +1,4 @@
-"""The model: equal to transformers in every schedule, and to the bit where that is promised."""
+"""The model: equal to transformers for every schedule, and bit-identical where that is promised."""
 
 import random
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def prompt(size: int, seed: int = 0) -> list[int]:
 
 
 class Lone:
-    """A model with a cache, and one way to compute chunks."""
+    """A model with a cache that computes one sequence in chunks."""
 
     def __init__(self, path: Path, block_size: int = 4, blocks: int = 128) -> None:
         self.model = Transformer(Checkpoint.open(path))
@@ -75,7 +75,7 @@ class Lone:
         assert isinstance(self.attention, SparseAttention)
 
     def chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
-        """The logits of all tokens, computed in chunks."""
+        """Return the logits of all tokens, computed in chunks."""
         found = [
             self.together([(tokens[begin : begin + size], begin, table)])
             for begin in range(0, len(tokens), size)
@@ -85,7 +85,10 @@ class Lone:
     def together(
         self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
     ) -> torch.Tensor:
-        """The logits of all rows of one pass; several of a sequence are its prompt's, or drafts."""
+        """Return the logits of all rows of one pass.
+
+        Several rows of a sequence are prompt tokens or drafts.
+        """
         made = Pass(self.cache.block_size)
         for tokens, start, table in rows:
             made.add(tokens, start, table, len(tokens) > 1 and not drafted)
@@ -110,7 +113,7 @@ def test_logits_are_those_of_transformers(
 
 
 def test_a_wrong_block_is_seen(folder: Folder) -> None:
-    """The models of these tests notice what they are to notice."""
+    """A wrong block changes the logits, so the other tests would detect it."""
     lone = Lone(folder())
     tokens = prompt(41)
     right = lone.chunks(tokens[:40], 16, list(range(20)))
@@ -200,7 +203,7 @@ def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
 
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
-    """And so are those of sequences that are longer, or shorter."""
+    """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
     lone = Lone(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
     shuffled = random.Random(3).sample(range(1024), 1024)

@@ -1,4 +1,4 @@
-"""Parameters: each wrong one is named, with what was found and what is allowed."""
+"""Request parameters: the error names each invalid one, its value and the allowed values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: weights equal a reference to the last bit, or the folder is refused."""
+"""Quantised checkpoints: weights are bit-identical to a reference, or the folder is rejected."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ GROUP = 16
 
 
 def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Rows of unsigned values as rows of 32-bit words, the lowest bits first."""
+    """Pack rows of unsigned values into rows of 32-bit words, the lowest bits first."""
     count = 32 // bits
     order = order or tuple(range(count))
     rows, columns = values.shape
@@ -37,7 +37,7 @@ def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torc
 
 
 def spread(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
-    """A value for each weight, of blocks of so many rows and columns."""
+    """Return a scale for each weight, given one for each block of `rows` x `columns` weights."""
     return scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[
         :, : shape[1]
     ]
@@ -174,7 +174,7 @@ def awq(
 
 
 def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]) -> Tensors:
-    """Write a folder with quantised layers, and return their weights."""
+    """Write a folder with quantised layers; return their dequantised weights."""
     write_folder(path)
     edit(path, "config.json", quantization_config=given)
     stored: Tensors = {}

@@ -1,4 +1,4 @@
-"""The sampler: transformers' processors in their order, and draws that depend on nothing else."""
+"""The sampler: equal to transformers' logits processors, and draws that are reproducible."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,13 +40,13 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def made(**more: Any) -> sampler.SampledRow:
-    """A row with these settings."""
+    """Return a row with these settings."""
     parameters = GenerationParameters(**{"seed": 1, **more})
     return sampler.SampledRow(parameters, 0, [*PROMPT, *SAID], len(PROMPT), (2,))
 
 
 def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
-    """The probabilities by transformers' processors."""
+    """Return the probabilities that transformers' processors compute."""
     steps = LogitsProcessorList()
     if parameters.logit_bias:
         bias = [[[token], value] for token, value in parameters.logit_bias.items()]
@@ -144,7 +144,7 @@ Folder = Callable[..., Path]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each function was called that is there for grammars alone."""
+    """Count the calls of functions that only grammars need."""
     counted: Counter[str] = Counter()
 
     def count(where: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Speculation: exact at every temperature, and as good as it can be."""
+"""Speculative decoding: exact at every temperature, with the maximum acceptance."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
 
 
 def draft_of(path: Path, count: int) -> dict[str, Any]:
-    """Engine settings with a draft model."""
+    """Return engine settings with a draft model."""
     return {
         "speculative_decoding": {
             "enabled": True,

@@ -1,4 +1,6 @@
-"""The texts and bytes of tokens, for byte-level vocabularies and those with byte fallback."""
+"""The texts and bytes of tokens, for byte-level vocabularies and vocabularies with byte
+fallback.
+"""
 
 import random
 
@@ -10,7 +12,7 @@ from tests.support.hf_folders import tokenizer_text
 
 
 def fallback() -> Tokenizer:
-    """A vocabulary as Llama 2 has it: pieces with U+2581, and bytes."""
+    """Return a vocabulary like that of Llama 2: pieces with U+2581, and bytes."""
     pieces = ["▁", "▁the", "▁of", "sea", "▁a", ",", "é"]
     names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces]
     vocabulary = {name: token for token, name in enumerate(names)}
@@ -35,13 +37,13 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def token(tokenizer: Tokenizer, piece: str) -> int:
-    """The token of a piece; -1 if there is none."""
+    """Return the token of a piece, or -1 if the vocabulary lacks it."""
     found = tokenizer.token_to_id(piece)
     return -1 if found is None else found
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text, each piece by itself, so that characters are cut."""
+    """Return the tokens of a text, tokenized piece by piece so that characters are split."""
     known = [token(tokenizer, f"<0x{byte:02X}>") for byte in text.encode()]
     return tokenizer.encode(text).ids if -1 in known else known
 

@@ -1,4 +1,4 @@
-"""Tools of requests, and grammars that enforce their calls."""
+"""Tools of requests, and the grammars that enforce calls of them."""
 
 import json
 import random
@@ -42,7 +42,7 @@ MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
 
 
 def function(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
-    """A tool as OpenAI's API has it."""
+    """Return a tool in the format of OpenAI's API."""
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
@@ -50,7 +50,7 @@ GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 
 
 def tokenizer(*special: str) -> Tokenizer:
-    """A tokenizer with added tokens, half of which are special."""
+    """Return a tokenizer with added tokens, half of which are special."""
     made = Tokenizer.from_str(tokenizer_text())
     for memory_range, each in enumerate(special):
         made.add_tokens([AddedToken(each, special=memory_range % 2 == 0, normalized=False)])
@@ -65,7 +65,7 @@ def grammar(
     prompt: str = "",
     **choice: Any,
 ) -> tuple[Any, Any]:
-    """The matcher of a request's grammar, and the format of its messages."""
+    """Return the matcher of a request's grammar, and the format of its messages."""
     request = tools.take({"tools": given, **choice})
     formats = tools.MessageFormats(family, reasoning, made)
     found = formats.format(request, prompt)
@@ -80,7 +80,7 @@ def grammar(
 
 
 def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) -> str:
-    """A random text of a grammar; "" if it is longer than so many tokens."""
+    """Return a random text of a grammar, or "" if it is longer than `most` tokens."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < most:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -123,7 +123,8 @@ def test_required_calls_always_parse_and_validate(family: str, special: tuple[st
 def test_one_named_call(family: str) -> None:
     made, draw = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
-    matcher, found = grammar(family, made, tool_choice=choice, parallel_tool_calls=False)
+    matcher, found = grammar(family, made, tool_choice=choice)
+    assert not found.parallel
     assert calls_of(said(matcher, made, draw), found) == ("", [("now", {})])
 
 
@@ -181,7 +182,79 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "tool_choice: 'g' is not a name of `tools`",
     ),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
+    "no list": ({"tools": 3}, "tools: 3 is not a list"),
+    "an object of tools": ({"tools": {"f": GIVEN[0]}}, "tools: .* is not a list"),
+    "no flag": ({"tools": GIVEN, "parallel_tool_calls": "no"}, "parallel_tool_calls: 'no' is not"),
+    "a strict text": (
+        {"tools": [function("f", NOW, strict="yes")]},
+        r"tools\[0\].function.strict: 'yes' is not true or false",
+    ),
+    "a description of another type": (
+        {"tools": [function("f", NOW, description=3)]},
+        r"tools\[0\].function.description: 3 is not a string",
+    ),
 }
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [None, 3, "now", [3], {}, {"mode": "required"}]
+    + [{"mode": "auto", "tools": each} for each in (None, 3, "now", [], [None], {"name": "now"})]
+    + [{"mode": "often", "tools": [{"type": "function", "function": {"name": "now"}}]}]
+    + [{"mode": "auto", "tools": [{"type": "function", "function": {"name": 3}}]}],
+)
+def test_malformed_allowed_tools(allowed: Any) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    with pytest.raises(InvalidArgument, match="tool_choice: "):
+        tools.take({"tools": GIVEN, "tool_choice": choice})
+
+
+NO_SCHEMAS: dict[str, tuple[Any, str]] = {
+    "type": ({"type": "strange"}, "type: 'strange' is not"),
+    "type of a member": ({"properties": {"a": {"type": 3}}}, "properties.a.type: 3 is not"),
+    "types": ({"type": []}, r"type: \[\] is not"),
+    "properties": ({"properties": ["a"]}, "properties: .* is not an object of schemas"),
+    "a property": ({"properties": {"a": "string"}}, "properties.a: 'string' is not a schema"),
+    "required": ({"required": "city"}, "required: 'city' is not a list of strings"),
+    "required names": ({"required": [1]}, "required: .* is not a list of strings"),
+    "enum": ({"properties": {"a": {"enum": "x"}}}, "properties.a.enum: 'x' is not a list"),
+    "minimum": ({"properties": {"a": {"minimum": "x"}}}, "a.minimum: 'x' is not a number"),
+    "length": ({"properties": {"a": {"maxLength": -1}}}, "a.maxLength: -1 is not"),
+    "items": ({"properties": {"a": {"items": "string"}}}, "a.items: 'string' is not a schema"),
+    "alternatives": ({"anyOf": []}, r"anyOf: \[\] is not a list of schemas"),
+    "an alternative": ({"anyOf": [{}, {"type": "no"}]}, r"anyOf\[1\].type: 'no' is not"),
+    "reference": ({"properties": {"a": {"$ref": "#/$defs/B"}}}, r"a.\$ref: '#/\$defs/B' is not"),
+    "pattern": ({"properties": {"a": {"pattern": 3}}}, "a.pattern: 3 is not a string"),
+    "definition": ({"$defs": {"A": 3}}, r"\$defs.A: 3 is not a schema"),
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("case", NO_SCHEMAS)
+def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
+    schema, message = NO_SCHEMAS[case]
+    given = [GIVEN[1], function("f", schema)]
+    with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
+        tools.take({"tools": given, "tool_choice": choice})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        {},
+        SCHEMA,
+        {"type": "object", "properties": None, "required": None},
+        {"properties": {"type": {"type": ["string", "null"]}, "required": True, "enum": {}}},
+        {"properties": {"a": {"type": "array", "items": [{}, True]}, "b": {"not": {}}}},
+        {"properties": {"a": {"minimum": 0.5, "exclusiveMinimum": True, "contains": {}}}},
+        {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/x~1y"}}, "$defs": {"x/y": {}}},
+        {"properties": {"a": {"enum": [{"type": "no"}], "default": {"type": "no"}}}},
+        {"properties": {"a": {"pattern": "(?<=x)y", "format": "odd", "x-mine": 3}}},
+    ],
+)
+def test_parameters_that_are_schemas(schema: Any) -> None:
+    assert tools.take({"tools": [function("f", schema)]}) is not None
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -203,9 +276,11 @@ def test_choices() -> None:
         {"type": "allowed_tools", "allowed_tools": some},
         {"type": "allowed_tools", **some},
     ):
-        found = tools.take({"tools": GIVEN, "tool_choice": choice})
+        conversation = {"tools": GIVEN, "tool_choice": choice}
+        found = tools.take(conversation)
         assert found is not None and found.required
         assert [tool.name for tool in found.tools] == ["now"]
+        assert conversation == {"tools": GIVEN[1:]}
 
 
 def test_calls_in_no_known_format() -> None:
