@@ -1,7 +1,7 @@
 """`shmserve check DIR`: validate a repository, load each model, and check a response of it.
 
 The requests to a model are the samples of its `model_warmup`, or else zeros and empty strings.
-Values of `--input` override both.
+Values of `--input` replace the values of that input in each request.
 """
 
 from __future__ import annotations

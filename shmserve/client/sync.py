@@ -136,7 +136,7 @@ class Server:
                 )
                 built = self._session.built(waiter.connection, call)
                 waiting.append(waiter.submit(built))
-                waiter.send(at_least=few)
+                waiter.send(min_messages=few)
                 if len(waiting) >= in_flight:
                     yield waiter.wait(waiting.popleft())
             while waiting:

@@ -330,7 +330,7 @@ class Acceptor:
         return list(self._connections)
 
     def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
-        """Register a connection; if there are too many, evict others or this one."""
+        """Register a connection; above a limit, evict an idle connection or the new one."""
         transport = connection.transport
         assert transport is not None
         client = ClientIdentity(self._listener, transport.get_extra_info("socket"))

@@ -323,7 +323,7 @@ class RegionTable:
         """Return the regions of a kind that `peer` may see: all, or the one with a `name`.
 
         Raises:
-            NotFound: The name is unknown or of the other kind; the message is Triton's.
+            NotFound: No region of this kind has the name; the message is Triton's.
         """
         listed = self._listed()
         if not name:

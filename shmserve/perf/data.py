@@ -106,7 +106,7 @@ def items(interface: ModelInterface, options: Given) -> list[Item]:
     maker = _Maker(interface, options, shapes)
     if options.source in ("random", "zero"):
         requests: Iterable[dict[str, InputTensor]] = [
-            {name: maker.made(name) for name in interface.inputs if name not in fixed}
+            {name: maker.generate(name) for name in interface.inputs if name not in fixed}
         ]
     else:
         path = Path(options.source)
@@ -142,7 +142,7 @@ class _Maker:
             )
         return (self.given.batch, *row) if self.model.batches else row
 
-    def made(self, name: str) -> InputTensor:
+    def generate(self, name: str) -> InputTensor:
         """Return an input with generated content: zeros, or random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
         zero = self.given.source == "zero"

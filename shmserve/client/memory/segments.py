@@ -345,4 +345,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self.returned = deque(maxlen=0)  # blocks that are recycled later are discarded
+            self.returned = deque(maxlen=0)  # a closed pool accepts no returned blocks

@@ -361,12 +361,12 @@ class _Loose:
 
     @property
     def plain(self) -> bool:
-        """Check whether a template can serve requests like this one."""
+        """Check whether a template can be made: all inputs are numbers that are copied."""
         strings = any(template.datatype == "BYTES" for template in self._templates)
         return not strings and not any(self._memory_ranges)
 
     def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
-        """Create a template for requests like this one."""
+        """Create a template for requests with the datatypes and shapes of this request."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled

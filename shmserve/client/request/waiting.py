@@ -194,8 +194,8 @@ class Waiting(Attending, Protocol):
     def submit(self, built: PackedRequest) -> Any:
         """Queue a request and return the object to `wait` for."""
 
-    def send(self, at_least: int) -> None:
-        """Send the queued messages if there are at least `at_least`."""
+    def send(self, min_messages: int) -> None:
+        """Send the queued messages if there are at least `min_messages`."""
 
     def wait(self, submitted: Any) -> Result:
         """Wait for a request and return its result.
@@ -226,8 +226,8 @@ class ThreadChannel(Waiting):
         with self.lock:
             return self.channel.submit(built)
 
-    def send(self, at_least: int) -> None:
-        if self.channel.unsent >= at_least:
+    def send(self, min_messages: int) -> None:
+        if self.channel.unsent >= min_messages:
             with self.lock:
                 self.channel.flush()
 
@@ -328,7 +328,7 @@ class SharedChannel(Waiting):
         connection.call(partial(_submit, connection, built=built, future=future))
         return future
 
-    def send(self, at_least: int) -> None:
+    def send(self, min_messages: int) -> None:
         """Do nothing: `submit` has sent the request already."""
 
     def wait(self, future: Future[Result]) -> Result:

@@ -163,7 +163,7 @@ def _example_input(spec: TensorSpec, max_batch_size: int, binary: bool) -> dict[
 
 
 async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
-    """Return a model's configuration as JSON, or raise as `resolve_model` does."""
+    """Return a model's configuration as JSON; errors are raised by `resolve_model`."""
     return (await resolve_model(gateway, name, version)).config
 
 

@@ -189,8 +189,8 @@ class HttpConnection(Incoming):
         request = HttpRequest(*first, self)
         request.closes |= self.closes_next
         if first[0].upgrade:
-            # aiohttp's parser drops the bytes after an offer of another protocol. The connection is
-            # kept only if these bytes can be found.
+            # aiohttp's parser drops the bytes after a request with an Upgrade header. If
+            # `_missing` does not give the size of the body, the next request cannot be found.
             request.closes |= self._missing < 0 or request.method == "CONNECT"
         return request
 

@@ -183,10 +183,10 @@ def content_length(fields: Fields) -> int:
     lengths = {value for name, value in fields if name == b"content-length"}
     if not lengths:
         return -1
-    declared = lengths.pop()
-    if lengths or not declared.isdigit() or len(declared) > _LONGEST_LENGTH:
+    digits = lengths.pop()
+    if lengths or not digits.isdigit() or len(digits) > _LONGEST_LENGTH:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    return int(declared)
+    return int(digits)
 
 
 def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -107,9 +107,9 @@ class BodyBudget:
         return sorted(slow, key=methodcaller("rate", now))
 
 
-# A body may be evicted once the server has waited for it for this part of `body_timeout_s`, if it
-# has arrived at less than this rate, in bytes per second.
+# A body is not evicted before this fraction of `body_timeout_s` has passed.
 _GRACE = 1 / 30
+# A body that arrives at a lower rate, in bytes per second, may be evicted.
 _SLOW_RATE = 1024 * 1024
 
 

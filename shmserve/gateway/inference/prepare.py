@@ -272,7 +272,7 @@ def build(
 def build_with_template(
     gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, at: int
 ) -> tuple[BuiltRequest, RequestTemplate | None]:
-    """Place the tensors as `build` does, and return the template of requests like this one.
+    """Place the tensors as `build` does, and return a template for requests of the same layout.
 
     A request with large tensors in the body and others in regions has no template.
     """

@@ -1,7 +1,7 @@
 """Checks of host memory and of accelerators, and whether two processes can share device memory.
 
-`python -m shmserve.supervisor.checks.memory` tries the latter: the exit status is 0, or the reason
-is printed in one line.
+`python -m shmserve.supervisor.checks.memory` tries to share device memory with a second process. It
+exits with status 0, or prints the reason in one line.
 """
 
 from __future__ import annotations

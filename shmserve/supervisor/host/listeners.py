@@ -191,7 +191,7 @@ class Listeners:
         self.shared = [*self.http, *self.metrics, *self.grpc]
 
     def close(self, *, grpc_only: bool = False) -> None:
-        """Close all sockets that are open, or those of gRPC."""
+        """Close all open sockets, or only the gRPC sockets."""
         for sock in self.grpc if grpc_only else (*self.http, *self.metrics, *self.grpc):
             if sock in self.shared:
                 sock.close()

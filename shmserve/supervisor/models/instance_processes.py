@@ -198,7 +198,13 @@ class Instances:
                 group.create_task(self._load(instance, config, count))
 
     async def _load(self, instance: Instance, config: ModelSpec, count: int) -> None:
-        """Load the model in an instance's process, one of `count`; start the process if needed."""
+        """Load the model in the process of an instance; start the process if needed.
+
+        Args:
+            instance: The instance.
+            config: The configuration to load.
+            count: The number of instances of the version, which share the processors.
+        """
         if instance.child is None:
             await self._spawn(instance, config, count)
         self._announce(instance)

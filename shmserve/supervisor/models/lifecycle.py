@@ -269,19 +269,19 @@ class Lifecycle:
         order = model.orders[0] if model.orders else None
         if order is None or model.incoming.get(version.spec.version) is not version:
             return  # the order was cancelled in the meantime
-        order.starting.discard(version.spec.version)
+        order.starting_versions.discard(version.spec.version)
         if error is not None:
             order.failures[version.spec.version] = error
         self._offer_once_started(order)
 
     def updated(self, order: Order, errors: Mapping[str, BaseException]) -> None:
-        """Handle the end of an order's updates; `errors` has those that failed, by version."""
-        order.starting.discard(UPDATES)
+        """Handle the end of an order's updates; `errors` has the errors of failed updates."""
+        order.starting_versions.discard(UPDATES)
         order.failures |= errors
         self._offer_once_started(order)
 
     def _offer_once_started(self, order: Order) -> None:
-        if order.phase is OrderPhase.STARTING and not order.starting:
+        if order.phase is OrderPhase.STARTING and not order.starting_versions:
             if order.failures:
                 self._fail(order, order.refusal())
             else:
@@ -464,7 +464,7 @@ class Lifecycle:
 
     def _finish_once_acknowledged(self, order: Order) -> bool:
         model = order.model
-        if model.dropping or order.starting or not self._actions.is_published(model):
+        if model.dropping or order.starting_versions or not self._actions.is_published(model):
             return False
         self._finish(order, order.error)
         return True

@@ -24,7 +24,7 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
-UPDATES = "updates"  # an entry of `Order.starting` that stands for the updates
+UPDATES = "updates"  # an entry of `Order.starting_versions` that stands for the updates
 
 
 class LoadSource(NamedTuple):
@@ -164,7 +164,7 @@ class Order:
         pins: Whether the model is no longer on demand once it is loaded.
         prerequisites: Orders that must be settled before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
-        starting: The versions that have not started yet, and `UPDATES`.
+        starting_versions: The versions that have not started yet, and `UPDATES`.
         outdated: Whether a step's model has changed its shape since the order was planned.
         awaited_ends: The versions, and `UPDATES`, that must end before the order is answered.
     """
@@ -183,7 +183,7 @@ class Order:
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
     updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
-    starting: set[str] = field(init=False, default_factory=set)
+    starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
     answered: bool = field(init=False, default=False)
@@ -243,7 +243,7 @@ class Order:
                 version.instances.keep_count_of(before.instances)
         model.incoming = {number: model.serving[number] for number in self.updates} | new
         self.phase = OrderPhase.STARTING
-        self.starting = {*new} | ({UPDATES} if self.updates else set())
+        self.starting_versions = {*new} | ({UPDATES} if self.updates else set())
         for number, version in new.items():
             logger.info("loading: %s:%s", model.name, number)
             actions.start(version)
@@ -310,7 +310,9 @@ class Order:
             else:
                 model.dropping.append(version)
                 actions.kill(version)
-        self.starting &= {UPDATES}  # the actions report an update's end even if it is taken back
+        self.starting_versions &= {
+            UPDATES
+        }  # the actions report an update's end even if it is taken back
         for number, update in self.updates.items():
             model.serving[number].instances.retire(update.added)
         if not model.serving:

@@ -78,7 +78,7 @@ class ReadConfig(NamedTuple):
 
     folder: ModelFolder
     written: ModelConfig
-    filled: ModelConfig
+    with_defaults: ModelConfig
     source: Source
 
 

@@ -40,7 +40,7 @@ class CarryOver:
         """Create empty counters; `send` sends a message to the scheduler."""
         self._send = send
         self.snapshot: list[Any] = []  # the last snapshot, in the format of SchedulerStart
-        self._base: dict[str, Any] = {}
+        self._base_counters: dict[str, Any] = {}
         self._successor: CarryOver | None = None
 
     def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
@@ -55,20 +55,20 @@ class CarryOver:
         self._update_successor()
 
     def _set_base(self, base: dict[str, Any]) -> None:
-        self._base = base
+        self._base_counters = base
         self.send_base()
         self._update_successor()
 
     def send_base(self) -> None:
         """Send the base to a scheduler that has just started."""
-        if self._base:
-            self._send(m.BaseCounters(self._base))
+        if self._base_counters:
+            self._send(m.BaseCounters(self._base_counters))
 
     def _update_successor(self) -> None:
         # This scheduler may have ended while an earlier scheduler, which is draining, still counts.
         if self._successor is None:
             return
-        base = self._base
+        base = self._base_counters
         if self.snapshot:
             counted = self.snapshot[0]
             base = total({**counted, "base": base or counted["base"]})

@@ -184,7 +184,7 @@ class RegionRegistry:
             )
 
     async def apply(self, verb: str, kept_as: str, fds: list[int]) -> None:
-        """Apply a change of the other server of a handover: KEEP or DROP.
+        """Apply a change, KEEP or DROP, that the other server of a handover has sent.
 
         If both servers register a name at the same time, each keeps the region that it has opened.
         """
@@ -198,7 +198,7 @@ class RegionRegistry:
                     if existing := self._active.get(region.name):
                         existing.kept_as = max(
                             existing.kept_as, kept_as
-                        )  # the other server of the handover does the same
+                        )  # both servers of the handover choose the larger name
                         self._opener.close(region)
                     else:
                         await self._activate(region)
@@ -314,7 +314,11 @@ class RegionRegistry:
     def _has_cuda(
         self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
     ) -> bool:
-        """Return whether `name` is this region. Raises AlreadyExists if it is another region."""
+        """Return whether `name` is registered with these properties and accessible to `peer`.
+
+        Raises:
+            AlreadyExists: The name is in use for another region.
+        """
         existing = self._active.get(name)
         if existing is None or (existing.orphaned and existing.owner.admits(peer)):
             return False
@@ -341,9 +345,9 @@ class RegionRegistry:
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
 
-        A region that requests use stays usable until none does; otherwise the call returns when no
-        gateway accepts the name any more. A name that is unknown, of the other kind, or owned by
-        another user is ignored.
+        The call returns when no gateway accepts the name in new requests. A region in use stays
+        mapped until the last request that uses it has finished. A name is ignored if it is unknown,
+        if another user owns it, or if its memory is not of the kind that `cuda` selects.
         """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []

@@ -57,7 +57,7 @@ class _Report:
 
 class _Suspicion(NamedTuple):
     key: int
-    unconfirmed: set[Address]  # the schedulers that have not reported since
+    unconfirmed: set[Address]  # the schedulers that have not reported since the suspicion arose
 
 
 class CallWaits:

@@ -124,7 +124,11 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
 
 
 def decode_data(request: InferRequest) -> None:
-    """Decode the inputs in JSON; raise as `tensor_bytes`."""
+    """Decode the inputs in JSON.
+
+    Raises:
+        ShmserveError: The values of an input do not match its datatype or shape.
+    """
     for tensor in request.inputs:
         if tensor.memory_range is None and tensor.binary_size < 0:
             tensor.data = tensor_bytes(tensor)

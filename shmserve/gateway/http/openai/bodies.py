@@ -425,7 +425,7 @@ def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> b
 
     Args:
         error: The error.
-        names: The client's names of the fields that errors name otherwise.
+        names: Maps a field name in error messages to the name that the client knows.
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"

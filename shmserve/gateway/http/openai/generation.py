@@ -255,7 +255,7 @@ class Choices:
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_more(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add further members, and return those of a choice of a chunk."""
+        """Add the model's additional members, and return the members for the choice of a chunk."""
         more = dict(fields)
         if self.form.chat:
             prompt = more.keys() & {"prompt_token_ids", "prompt_logprobs"}
