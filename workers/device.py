@@ -40,8 +40,8 @@ class Device:
     @property
     def torch(self) -> TorchDevice:
         """Return torch's object for the device."""
-        found: TorchDevice = import_torch(f"device '{self.name}'").device(self.name)
-        return found
+        torch_device: TorchDevice = import_torch(f"device '{self.name}'").device(self.name)
+        return torch_device
 
     def host_buffer(self, byte_size: int) -> memoryview:
         """Return writable host memory from which copies to the device are fast."""

@@ -97,8 +97,8 @@ class Scheduler:
             cache._mappings = memory  # type: ignore[assignment]
         core: Any
         if model.steps:
-            held = _EnsembleMemory(lent, memory)
-            core = EnsembleCore(settings, spec, peers, control, held, cache)
+            ensemble_memory = _EnsembleMemory(lent, memory)
+            core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
             self.from_peer: Any = core.from_step
         else:
             fits = Schemas(model.fit)
@@ -188,7 +188,7 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
                 where = f"{type(found).__name__}.{name}"
                 bound = _KEPT.get(where, _KEPT.get(type(value).__name__, 0))
                 entries = list(value.values() if isinstance(value, dict) else value)
-                count = sum(each is not None for each in entries)
+                count = sum(entry is not None for entry in entries)
                 yield where, count if isinstance(value, list) else len(entries), bound
                 stack += entries
             elif type(value).__module__.startswith(_WALKED) and not any(

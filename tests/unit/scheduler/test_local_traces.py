@@ -27,10 +27,10 @@ class Told(list[Any]):
 
 def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, Told]:
     told = Told()
-    made = LocalTraces("m", "1", told)
+    local_traces = LocalTraces("m", "1", told)
     given = {"": asdict(TraceSettings(**settings))}
-    made.use(SetTracing(given, slow_ms))
-    return made, told
+    local_traces.use(SetTracing(given, slow_ms))
+    return local_traces, told
 
 
 def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:

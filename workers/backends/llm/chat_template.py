@@ -214,7 +214,7 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     if not isinstance(calls, list | None):
         raise InvalidArgument(f"messages: tool_calls {clip(repr(calls))} is not a list")
     if calls:
-        message["tool_calls"] = [_call(each) for each in calls]
+        message["tool_calls"] = [_call(call) for call in calls]
     only_parts = template.iterates and not template.distinguishes
     if not (calls and template.checks):
         message.setdefault("content", [] if only_parts else "")

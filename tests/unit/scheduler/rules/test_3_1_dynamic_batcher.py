@@ -213,7 +213,7 @@ def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
     order = []
     while executes := rig.executes():
         ((_, batch),) = executes
-        order += [each.data[0] for each in batch.requests]
+        order += [request.data[0] for request in batch.requests]
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
     assert order == [b"w1", b"w2", b"w3", b"w4"]
@@ -226,6 +226,6 @@ def test_requests_are_numbered_as_they_come() -> None:
     works = []
     while executes := rig.executes():
         for _, batch in executes:
-            works += [each.data[0] for each in batch.requests]
+            works += [request.data[0] for request in batch.requests]
             rig.finish(peer, batch)
     assert works == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]
