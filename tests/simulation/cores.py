@@ -139,7 +139,7 @@ def _check_stopped(dispatch: Any) -> None:
     dispatch._on_sequence_end = checked
 
 
-class _Held:
+class _HeldArena:
     """A simulated arena that an ensemble holds, so that it survives its owner."""
 
     def __init__(self, memory: Memory) -> None:
@@ -158,7 +158,7 @@ class _EnsembleMemory(EnsembleMemory):
         self._mappings = memory  # type: ignore[assignment]
 
     def hold(self, memory_range: Range) -> None:
-        held: Any = self._held.setdefault(memory_range.memory.id, _Held(memory_range.memory))  # type: ignore[arg-type]
+        held: Any = self._held.setdefault(memory_range.memory.id, _HeldArena(memory_range.memory))  # type: ignore[arg-type]
         held.users += 1
 
 

@@ -30,7 +30,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
 
@@ -82,7 +82,7 @@ class Execution:
 
     id: int
     requests: list[ScheduledRequest]
-    reason: Closed | None  # why the batch closed; None: a step of a generative model
+    reason: CloseReason | None  # why the batch closed; None: a step of a generative model
     sent_ns: int
     started_ns: int
     rows: int = 0

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.adaptive import Account, AdaptiveBatcher, Ways
-from shmserve.scheduler.batchers.dynamic import Batch, Batcher, Closed, DynamicBatcher, WaitUntil
+from shmserve.scheduler.batchers.adaptive import Account, AdaptiveBatcher, WaitingChoice
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Batcher,
+    CloseReason,
+    DynamicBatcher,
+    WaitUntil,
+)
 from shmserve.scheduler.batchers.estimates import Arrivals, SizeTimes
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
@@ -127,7 +133,7 @@ def test_a_lone_client_is_no_burst() -> None:
 
 @pytest.mark.parametrize("better", [True, False])
 def test_the_way_with_shorter_latencies_is_used_mostly(better: bool) -> None:
-    trial, done = Ways(Account()), []
+    trial, done = WaitingChoice(Account()), []
     for _ in range(2400):
         done.append(trial.on)
         trial.returned([MS if trial.on is better else 2 * MS], 0)
@@ -136,7 +142,7 @@ def test_the_way_with_shorter_latencies_is_used_mostly(better: bool) -> None:
 
 
 def test_the_better_way_may_change() -> None:
-    trial = Ways(Account())
+    trial = WaitingChoice(Account())
     for better in (True, False, True):
         for _ in range(4800):
             trial.returned([MS if trial.on is better else 2 * MS], 0)
@@ -182,7 +188,7 @@ def test_it_waits_for_a_burst_and_not_past_its_end() -> None:
         assert isinstance(decision, WaitUntil) and now < decision.ns < now + MS
     batcher.arrived(now, 16)
     queue.append(Item(now))
-    assert batcher.decide(now, queue, 0) == Batch(16, Closed.IDLE)
+    assert batcher.decide(now, queue, 0) == Batch(16, CloseReason.IDLE)
 
 
 def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
@@ -195,7 +201,7 @@ def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
         decision = batcher.decide(now, queue, 0)
         if isinstance(decision, Batch):
             break
-    assert decision == Batch(here, Closed.IDLE) and now - began <= 12 * MS
+    assert decision == Batch(here, CloseReason.IDLE) and now - began <= 12 * MS
 
 
 def test_it_does_not_wait_where_the_target_would_be_missed() -> None:
@@ -203,24 +209,24 @@ def test_it_does_not_wait_where_the_target_would_be_missed() -> None:
     batcher.arrived(now, 1)
     assert isinstance(batcher.decide(now, [Item(now)], 0), WaitUntil)
     late = [Item(now - 4 * MS)]
-    assert batcher.decide(now, late, 0) == Batch(1, Closed.TARGET)
+    assert batcher.decide(now, late, 0) == Batch(1, CloseReason.TARGET)
 
 
 def test_a_configured_delay_is_the_most_it_waits() -> None:
     batcher, now = learned(1000, delay_ms=0.05, gap_ms=0.1)
     batcher.arrived(now, 1)
     assert batcher.decide(now, [Item(now)], 0) == WaitUntil(now + MS // 20)
-    assert batcher.decide(now + MS // 20, [Item(now)], 0) == Batch(1, Closed.IDLE)
+    assert batcher.decide(now + MS // 20, [Item(now)], 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_a_deadline_and_a_drain_end_the_wait() -> None:
     batcher, now = learned(1000, gap_ms=0.1)
     batcher.arrived(now, 1)
     item = Item(now, flush_by_ns=now + 15 * MS)
-    assert batcher.decide(now, [item], 15 * MS) == Batch(1, Closed.DEADLINE)
+    assert batcher.decide(now, [item], 15 * MS) == Batch(1, CloseReason.DEADLINE)
     assert isinstance(batcher.decide(now, [item], 0), WaitUntil)
     batcher.flush()
-    assert batcher.decide(now, [item], 0) == Batch(1, Closed.IDLE)
+    assert batcher.decide(now, [item], 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
@@ -230,10 +236,10 @@ def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
     batcher, now = learned(42, gap_ms=0.1)
     old = [Item(now - 22 * MS) for _ in range(4)]
     new = [Item(now) for _ in range(8)]
-    assert batcher.decide(now, old + new, 0) == Batch(9, Closed.TARGET)
+    assert batcher.decide(now, old + new, 0) == Batch(9, CloseReason.TARGET)
     # If some requests are late in any case, the batch is as large as possible to catch up.
     older = [Item(now - 60 * MS) for _ in range(4)]
-    assert batcher.decide(now, older + new, 0) == Batch(12, Closed.TARGET)
+    assert batcher.decide(now, older + new, 0) == Batch(12, CloseReason.TARGET)
 
 
 @st.composite
