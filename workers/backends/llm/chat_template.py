@@ -209,8 +209,8 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
-        content = clip(repr(message["content"]))
-        raise InvalidArgument(f"messages: content {content} is not a string or a list of parts")
+        found = clip(repr(message["content"]))
+        raise InvalidArgument(f"messages: content {found} is not a string or a list of parts")
     if message["role"] == "developer" and not template.developer:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING if name in message), None)
