@@ -307,6 +307,32 @@ class ResourcesHeld:
 
 
 @message
+class CallsWaiting:
+    """Sent by a scheduler to the supervisor at intervals while calls of models wait for long.
+
+    The last report has no `waits`.
+    Each of `waits` is a pair. The first element lists the calls, as pairs of the request's key and
+    `Submit.callers`. The second element lists the instances that may run these calls. Each instance
+    is a list of its process and the keys of the requests that occupy it.
+    """
+
+    model: str
+    waits: list[Any]
+
+
+@message
+class CallDeadlocked:
+    """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
+
+    `chain` has the names of the models that wait for each other. The scheduler fails the call, and
+    the other calls of the deadlock go on.
+    """
+
+    key: int
+    chain: str
+
+
+@message
 class TicketGranted:
     """Sent by the supervisor to a scheduler when the resources of a ticket are reserved.
 
@@ -397,3 +423,4 @@ RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionInUse | RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace
 TicketRequest = AskTicket | CheckHolders | TicketReturned
+SchedulerRequest = TicketRequest | CallsWaiting

@@ -18,16 +18,17 @@ from shmserve.ipc.messages.control_requests import (
     AdminRequest,
     Answer,
     AskReady,
+    CallDeadlocked,
     FindModel,
     Hello,
     LoadRequest,
     RegionRequest,
     RegionUse,
     ResourcesHeld,
+    SchedulerRequest,
     ShareDeviceMemory,
     ShareMemory,
     TicketGranted,
-    TicketRequest,
     WantModel,
     Welcome,
     WithdrawMemory,
@@ -126,12 +127,12 @@ GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
 SupervisorToScheduler = (Ending | ProcessExited | BaseCounters | SnapshotStatistics) | (
     ResizeCache | SetTracing
 )
-SupervisorToBatching = PoolNews | TicketGranted | ResourcesHeld
+SupervisorToBatching = PoolNews | TicketGranted | ResourcesHeld | CallDeadlocked
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
 HostToSupervisor = Started | SchedulerClosed | Acknowledged
 SchedulerToSupervisor = (SchedulerReady | Drained | StatisticsSnapshot | RequestTraced) | (
-    InstanceNews | TicketRequest
+    InstanceNews | SchedulerRequest
 )
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

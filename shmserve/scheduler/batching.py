@@ -15,6 +15,8 @@ from typing import Any, assert_never
 
 from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages.control_requests import (
+    CallDeadlocked,
+    CallsWaiting,
     CheckHolders,
     ResourcesHeld,
     TicketGranted,
@@ -41,6 +43,7 @@ from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import RequestQueue, expired_text
 from shmserve.scheduler.requests.request import (
     CACHED,
+    NEVER,
     Client,
     ControlLink,
     Event,
@@ -56,6 +59,8 @@ from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
+
+_CALL_REPORT_NS = 200_000_000  # the wait of a call before it is reported, and between reports
 
 
 class BatchingCore(Core[ScheduledRequest]):
@@ -110,6 +115,8 @@ class BatchingCore(Core[ScheduledRequest]):
             self._dispatch,
         )
         self._awaits_sequences = False
+        self._report_calls_ns = NEVER  # when the waiting calls are reported next
+        self._calls_reported = False  # whether the last report had calls
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -149,17 +156,46 @@ class BatchingCore(Core[ScheduledRequest]):
         home = getattr(request.sequence, "home", None)
         slot = None if home is None else self._pool.by_peer(home.peer)
         if self._pool.are_held(callers, [] if slot is None else [slot], self._ordered):
-            self._fail_call(request, "its instances", now_ns)
-        elif self._tickets is not None:
+            self._fail_held_call(request, "its instances", now_ns)
+            return
+        if self._report_calls_ns == NEVER:
+            self._report_calls_ns = now_ns + _CALL_REPORT_NS
+        if self._tickets is not None:
             pids = sorted({pid for pid, _ in callers})
             self._to_control.post(CheckHolders(request.key, pids))
 
-    def _fail_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
+    def _report_calls(self, now_ns: int) -> None:
+        """Report the calls that have waited for long, which may be in a deadlock with others."""
+        calls = self._queue.calls()
+        self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
+        occupants = self._pool.occupants()
+        everywhere: list[list[int]] = list(occupants.values())
+        general: list[Any] = []
+        waits: list[Any] = []
+        for each in calls:
+            if each.enqueued_ns > now_ns - _CALL_REPORT_NS:
+                continue
+            home = getattr(each.sequence, "home", None)
+            call = [each.key, each.submit.callers]
+            if home is None:
+                general.append(call)
+            elif home.peer in occupants:
+                waits.append([[call], [occupants[home.peer]]])
+        if general and self._ordered:  # a response waits for the responses of all instances
+            waits += [[general, [each]] for each in everywhere]
+        elif general:
+            waits.append([general, everywhere])
+        if waits or self._calls_reported:
+            self._to_control.post(CallsWaiting(self._name, waits))
+        self._calls_reported = bool(waits)
+
+    def _fail_held_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
         callers = [each.model for each in Caller.read(request.submit.callers)]
-        text = (
-            f"deadlock: the call of model '{self._name}' waits for {reason}, which its callers "
-            f"hold ({' -> '.join([*callers, self._name])})"
-        )
+        chain = " -> ".join([*callers, self._name])
+        self._fail_call(request, f"{reason}, which its callers hold ({chain})", now_ns)
+
+    def _fail_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
+        text = f"deadlock: the call of model '{self._name}' waits for {reason}"
         self._withdraw(request, now_ns)
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
@@ -261,10 +297,16 @@ class BatchingCore(Core[ScheduledRequest]):
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
-            case ResourcesHeld():
+            case ResourcesHeld() | CallDeadlocked():
                 for request in self._queue.calls():
-                    if request.key == message.key:
-                        self._fail_call(request, "resources of the rate limiter", now_ns)
+                    if request.key != message.key:
+                        continue
+                    if isinstance(message, ResourcesHeld):
+                        reason = "resources of the rate limiter"
+                        self._fail_held_call(request, reason, now_ns)
+                    else:
+                        reason = f"requests that wait for its callers ({message.chain})"
+                        self._fail_call(request, reason, now_ns)
             case _:
                 assert_never(message)
 
@@ -306,6 +348,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if pool.failure:
             self._refuse_waiting(pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
+        if now_ns >= self._report_calls_ns:
+            self._report_calls(now_ns)
         if self._tickets is not None:
             self._tickets.end_turn()
         if pool.retiring:
@@ -313,7 +357,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
-        for due_ns in (timers.due_ns, pool.due_ns):
+        for due_ns in (timers.due_ns, pool.due_ns, self._report_calls_ns):
             if due_ns < wake_ns:
                 wake_ns = due_ns
         return wake_ns

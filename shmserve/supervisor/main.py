@@ -10,6 +10,7 @@ import faulthandler
 import os
 import secrets
 import signal
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,12 @@ from shmserve.common import fd_limits, host
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
-from shmserve.ipc.messages.control_requests import AskTicket, CheckHolders, TicketReturned
+from shmserve.ipc.messages.control_requests import (
+    AskTicket,
+    CallsWaiting,
+    CheckHolders,
+    TicketReturned,
+)
 from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
 from shmserve.ipc.processes import marked, name_process, with_large_copies
 from shmserve.supervisor.checks import table
@@ -46,12 +52,18 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import Child, ProcessTable, Zygote, worker_preloads
-from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
+from shmserve.supervisor.processes.control_socket import (
+    Address,
+    ControlSocket,
+    LogControl,
+    TraceControl,
+)
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload, RepositoryPoller
+from shmserve.supervisor.resources.call_waits import CallWaits
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
@@ -355,4 +367,12 @@ def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
     control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)
+    call_waits = CallWaits(tickets.holders)
+
+    def on_calls_waiting(scheduler: Address, message: CallsWaiting) -> None:
+        deadlock = call_waits.report(scheduler, message, time.monotonic_ns())
+        if deadlock is not None:
+            control.send(scheduler, deadlock)
+
+    control.serve([CallsWaiting], on_calls_waiting)
     return tickets

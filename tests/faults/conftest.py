@@ -1,6 +1,4 @@
-"""Servers for crimes: one for those that leave the server's own processes alone, others for one
-crime each.
-"""
+"""Servers for fault tests: a shared one for faults that keep its processes alive, and others."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ MODELS = ("simple", "identity", "crimes", "gated")
 
 
 def make_repository(folder: Path) -> Path:
-    """What every scene's server serves."""
+    """Write the model repository that all scenes serve."""
     repository = folder / "models"
     repository.mkdir()
     repositories.add(repository, *MODELS)
@@ -31,7 +29,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
-    """A server that sees one crime after the other."""
+    """Yield a server for a series of faults."""
     with running(repository, "--gateways=2", "--execution-timeout-secs=3") as started:
         with Load(started):
             pass  # memory that the first requests allocate permanently is not a leak
@@ -45,7 +43,7 @@ def beginning(server: Server) -> State:
 
 @pytest.fixture
 def serve(repository: Path) -> Iterator[Callable[..., Server]]:
-    """A server for one crime: `serve("--flag=value")`."""
+    """Yield a function that starts a server for one test: `serve("--flag=value")`."""
     started: list[Server] = []
 
     def start(*flags: str, **options: Any) -> Server:

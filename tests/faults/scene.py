@@ -1,4 +1,4 @@
-"""The scene of a crime: a server, clients that keep asking, and what both must look like
+"""The scene of a fault test: a server, clients that send requests, and checks of both
 afterwards.
 """
 
@@ -41,8 +41,10 @@ def crime(command: str) -> dict:
 
 
 def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process]]:
-    """Have the model "crimes" start processes of its own: a fork, a shell, and what that starts in
-    another session. Its worker, and they.
+    """Let the model "crimes" start processes: a fork, a shell, and a child in another session.
+
+    Returns:
+        The model's worker, and the started processes.
     """
     worker = server.find_one("worker crimes.0")
     with server.http() as http:
@@ -52,13 +54,13 @@ def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process
 
 
 def is_right(reply: Reply) -> bool:
-    """Whether the model "crimes" answered as if nothing had happened."""
+    """Return whether the model "crimes" has responded normally."""
     return reply.status == 200 and bool((reply.tensors()["OUTPUT0"] == VALUES).all())
 
 
 @dataclass(frozen=True)
 class State:
-    """What a server is made of, to be compared before and after."""
+    """The resources of a server, to be compared before and after a test."""
 
     titles: Counter[str]
     descriptors: dict[str, int]
@@ -99,7 +101,7 @@ class State:
 
 @dataclass
 class Scene:
-    """What a crime gets to see."""
+    """The server and the clients of a fault test."""
 
     server: Server
     pool: RequestPool
@@ -110,7 +112,7 @@ class Scene:
         return self.server.find_one(title)
 
     def replaced(self, old: psutil.Process, title: str) -> None:
-        """Wait until another process has the title."""
+        """Wait until a new process has the title."""
         wait_replaced(self.server, old, title)
 
 
@@ -126,10 +128,12 @@ def wait_replaced(
 
 @contextlib.contextmanager
 def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Scene]:
-    """Clients ask while the block runs; afterwards the server must be what it was.
+    """Run clients during the with block, and check the server's resources afterwards.
 
-    `more_memory`: bytes that it may have taken for good; `regions`: how many of the clients pass
-    tensors through shared memory.
+    Args:
+        server: The server.
+        more_memory: The bytes that the server may have allocated permanently.
+        regions: The number of clients that pass tensors through shared memory.
     """
     before = State.of(server)
     with request_pool(server) as pool, Load(server, memory=regions) as load, server.http() as http:
@@ -139,7 +143,7 @@ def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Sc
 
 
 def assert_is_as_it_was(server: Server, before: State, more_memory: int) -> None:
-    """Asserts that soon nothing is left; `more_memory`: bytes that it may have taken for good."""
+    """Check that the server soon has its former resources, except for `more_memory` bytes."""
     differences: list[str] = []
 
     def as_before() -> bool:
@@ -153,8 +157,9 @@ def assert_is_as_it_was(server: Server, before: State, more_memory: int) -> None
 
 
 def assert_recovers(stage: Scene, since: float, within_s: float = RECOVERY_S) -> None:
-    """Every client has a right answer to a question asked after `since`, in time; and none was
-    ever answered wrong.
+    """Check that each client soon has a correct response to a request sent after `since`.
+
+    No response may have been wrong.
     """
     took = stage.load.wait_answered(since, max(0.01, since + within_s - time.monotonic()))
     assert took <= within_s, f"took {took:.2f} s"

@@ -12,7 +12,7 @@ _START_AND_END_S = 300
 
 
 def test_chaos() -> None:
-    """The faults and the requests are drawn from a seed; their order in time is not."""
+    """Faults and requests are drawn from a seed, but their order in time is not reproducible."""
     command = ("-m", "bench.chaos", f"--minutes={_MINUTES}", "--seed=1")
     done = run_python(*command, timeout_s=60 * _MINUTES + _START_AND_END_S)
     assert done.returncode == 0, done.stdout[-30_000:] + done.stderr[-10_000:]

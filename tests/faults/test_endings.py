@@ -1,4 +1,4 @@
-"""The end of the supervisor, run directories that are used again, and servers beside each other."""
+"""The end of the supervisor, reuse of run directories, and several servers on a host."""
 
 import http.client
 import os
@@ -25,12 +25,12 @@ _IMPORT_S = 20.0
 def assert_nothing_is_left(
     server: Server, members: list[psutil.Process], within_s: float = _ORPHANS_S
 ) -> None:
-    """The children of a killed supervisor die with it, and clear up."""
+    """Check that the children of a killed supervisor exit and remove their files."""
     server.assert_exited(members, within_s)
 
 
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
-    """Neither its own processes nor those that a model started are left."""
+    """Its own processes and those started by models exit, too."""
     server = serve("--gateways=2")
     _, started = start_processes(server)
     members = server.tree()
@@ -44,7 +44,7 @@ def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
 
 
 def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) -> None:
-    """And while another one's worker is stopped."""
+    """The worker of another model is stopped meanwhile."""
     server = serve()
     members = server.tree()
     with request_pool(server) as pool:
@@ -68,7 +68,7 @@ def test_kill_the_supervisor_while_loading(repository: Path) -> None:
 
 
 def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
-    """A supervisor that sleeps is not needed for inference, and wakes up as it was."""
+    """Inference does not need a suspended supervisor, which later continues normally."""
     server = serve()
     with Load(server) as load:
         os.kill(server.pid, signal.SIGSTOP)
@@ -81,8 +81,11 @@ def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
 
 
 def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
-    """The kernel hangs up every process of the group. Under `nohup` the supervisor lives on, and
-    so do the others; what they need to replace each other is still there."""
+    """The kernel sends SIGHUP to every process of the group.
+
+    Under `nohup` the supervisor and all other processes survive, and dead processes are still
+    replaced.
+    """
     server = serve(prefix=("nohup",))
     members = server.tree()
     os.killpg(server.pid, signal.SIGHUP)
@@ -100,7 +103,7 @@ def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
 
 
 def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) -> None:
-    """Blocked signals are inherited; the server still hears of deaths, and of its end."""
+    """Blocked signals are inherited. The server must still detect exits and its own SIGTERM."""
     block = (
         "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); "
         "os.execv(sys.argv[1], sys.argv[1:])"
@@ -113,7 +116,7 @@ def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) ->
 
 
 def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Server]) -> None:
-    """Any other reloads its configuration."""
+    """In other cases, SIGHUP reloads the configuration."""
     terminal, theirs = os.openpty()
     told = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
@@ -130,8 +133,9 @@ def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Ser
 
 
 def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server]) -> None:
-    """All of a server killed at once: nobody could clear up. The next one starts in its place, on
-    its ports.
+    """All processes of the server are killed at once, so its files remain.
+
+    The next server starts in the same directory, on the same ports.
     """
     first = serve("--gateways=2")
     members = first.tree()
@@ -150,8 +154,8 @@ def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server])
 
 
 def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
-    """The next server on the same run directory and ports waits for the children of the killed one
-    to end; three times, for it is a race.
+    """A new server on the same run directory and ports waits until the children of the killed
+    one have exited. Repeated three times, because it is a race.
     """
     first = last = serve()
     for _ in range(3):
@@ -163,7 +167,7 @@ def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
 
 
 def test_two_servers_side_by_side(repository: Path, serve: Callable[..., Server]) -> None:
-    """Deaths in one are nothing to the other, nor is its end."""
+    """Exits in one server do not affect the other."""
     one = serve()
     with running(repository) as other, Load(other) as other_load:
         assert one.run_dir != other.run_dir

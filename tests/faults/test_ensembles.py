@@ -1,5 +1,6 @@
-"""What an ensemble is made of dies in the middle of a load: every answer is right, nothing is left,
-and readiness tells the truth within a second.
+"""Processes of an ensemble die under load.
+
+Every response is correct, no resources are left, and readiness is correct within a second.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CLIENTS = 4
 
 @pytest.fixture(scope="module")
 def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file is locked, the model "first" does not come to its end of loading."""
+    """Return a file; while it is locked, the model "first" does not finish loading."""
     path = tmp_path_factory.mktemp("go") / "go"
     path.touch()
     return path
@@ -65,13 +66,15 @@ def server(repository: Path, go: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def separate(repository: Path, go: Path, start: Start) -> Server:
-    """Each model is scheduled in a process of its own."""
+    """Start a server that schedules each model in its own process."""
     flag = "--ensemble-scheduling=separate"
     return start(repository, flag, environment={"GO": str(go)})
 
 
 class Asking:
-    """Clients that ask the ensemble without a pause; each right answer's time."""
+    """Clients that send requests to the ensemble continuously and record the times of correct
+    responses.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -107,7 +110,7 @@ class Asking:
                     self.right[which].append(began)
 
     def wait_right(self, since: float, within_s: float = 10.0) -> None:
-        """Return once every client has a right answer to what it asked after `since`."""
+        """Wait until each client has a correct response to a request sent after `since`."""
         until(
             "every client has a right answer",
             lambda: all(times and times[-1] > since for times in self.right),
@@ -125,7 +128,10 @@ class Asking:
     ],
 )
 def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str) -> None:
-    """What it had runs again, or was written where it outlives it: no answer is wrong."""
+    """Its requests are retried, or their results are in memory that survives it.
+
+    No response is wrong.
+    """
     server = {"hosted": server, "separate": separate}[mode]
     with Asking(server):  # memory that the first requests allocate permanently is not a leak
         pass
@@ -146,8 +152,10 @@ def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str
 def test_who_reads_on_after_the_ensemble_has_died(
     server: Server, separate: Server, mode: str
 ) -> None:
-    """The worker of its last step, which could not know how large its output would be, goes on and
-    uses its memory again: a client that takes long to read what it was given sees nothing of it."""
+    """The output size of the last step is not known in advance, so the output is in the
+    worker's memory. The worker reuses this memory, but a slow client still reads the original
+    response.
+    """
     server = {"hosted": server, "separate": separate}[mode]
     values = np.arange(SLOWLY_READ, dtype=np.float32)
 
@@ -176,8 +184,10 @@ def test_who_reads_on_after_the_ensemble_has_died(
 
 
 def test_readiness_follows_its_steps(server: Server, go: Path) -> None:
-    """Within a second it is known that a step's model cannot run, and that it can again; who asks
-    meanwhile waits."""
+    """Within a second, readiness reflects that a step's model cannot run, or can run again.
+
+    Requests wait meanwhile.
+    """
     ready = "/v2/models/pipe/ready"
     with open(go) as held:
         fcntl.flock(held, fcntl.LOCK_EX)

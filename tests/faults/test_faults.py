@@ -1,5 +1,6 @@
-"""Crimes against a running server, one after the other; after each the others were served right
-and all is as before.
+"""A series of faults on a running server.
+
+After each, other requests were answered correctly, and all resources are as before.
 """
 
 import json
@@ -44,8 +45,9 @@ NUMBERS = np.arange(65536, dtype=np.float32)
 
 @dataclass(frozen=True)
 class Crime:
-    """What is done, and whom it may cost an answer: with `connections`, clients of a killed
-    gateway lose theirs.
+    """A fault, and the requests that it may fail.
+
+    With `connections`, clients of a killed gateway lose their connections.
     """
 
     commit: Callable[[Scene], None]
@@ -58,7 +60,7 @@ class Crime:
 
 
 def kill(title: str) -> Callable[[Scene], None]:
-    """SIGKILL to the process with this title."""
+    """Return a fault that kills the process with this title."""
 
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
@@ -69,7 +71,7 @@ def kill(title: str) -> Callable[[Scene], None]:
 
 
 def stop(title: str) -> Callable[[Scene], None]:
-    """SIGSTOP to the process with this title, for good."""
+    """Return a fault that stops (SIGSTOP) the process with this title permanently."""
 
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
@@ -81,9 +83,7 @@ def stop(title: str) -> Callable[[Scene], None]:
 
 
 def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
-    """SIGSTOP to what starts the others, and then one of those dies: who is next is started all the
-    same.
-    """
+    """Stop a zygote, then kill one of its processes; a replacement must still start."""
 
     def commit(stage: Scene) -> None:
         old = stage.process(zygote)
@@ -97,7 +97,7 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
 
 
 def stop_all_but_the_supervisor(stage: Scene) -> None:
-    """SIGSTOP to every child at once."""
+    """Stop every child at once."""
     victims = [process for process in stage.server.tree() if process.pid != stage.server.pid]
     for victim in victims:
         victim.suspend()
@@ -106,7 +106,7 @@ def stop_all_but_the_supervisor(stage: Scene) -> None:
 
 
 def stop_briefly(title: str) -> Callable[[Scene], None]:
-    """SIGSTOP and soon SIGCONT: no reason to kill it."""
+    """Stop a process briefly; it must not be killed."""
 
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
@@ -120,7 +120,7 @@ def stop_briefly(title: str) -> Callable[[Scene], None]:
 
 
 def kill_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
-    """What starts the others dies, and so does one of those: the spare starts who is next."""
+    """Kill a zygote and one of its processes; the spare zygote starts the replacement."""
 
     def commit(stage: Scene) -> None:
         spare = stage.process(f"spare {zygote}")
@@ -135,8 +135,9 @@ def kill_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
 
 
 def kill_repeatedly(stage: Scene) -> None:
-    """The same worker three times, each time as soon as it is back, and no client has a request
-    left that another one had: what two have died of is not executed again.
+    """Kill the same worker three times, each time as soon as it serves again.
+
+    A request during which two workers have died fails.
     """
     for _ in range(3):
         kill("worker simple.0")(stage)
@@ -144,7 +145,7 @@ def kill_repeatedly(stage: Scene) -> None:
 
 
 def kill_all_but_the_supervisor(stage: Scene) -> None:
-    """Every child at once."""
+    """Kill every child at once."""
     victims = [process for process in stage.server.tree() if process.pid != stage.server.pid]
     for victim in victims:
         victim.kill()
@@ -152,7 +153,7 @@ def kill_all_but_the_supervisor(stage: Scene) -> None:
 
 
 def kill_with_requests_inside(stage: Scene) -> None:
-    """A worker that dies with a batch: the batch is run again, nobody loses anything."""
+    """Kill a worker with a batch; the batch is retried, and no request fails."""
     asked = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
@@ -163,7 +164,7 @@ def kill_with_requests_inside(stage: Scene) -> None:
 
 
 def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
-    """What somebody has seen counted stays: Prometheus would take less for a restart."""
+    """Kill a scheduler; its counters must not decrease, since Prometheus would assume a restart."""
     asked = stage.pool.number("gated", 1)
     stage.server.gate.next().release()
     assert asked.result().status == 200
@@ -183,7 +184,7 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
-    """A scheduler that dies with a queue and a batch: both are submitted again."""
+    """Kill a scheduler with a queue and a batch; all requests are submitted again."""
     running = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     waiting = stage.pool.number("gated", 2)
@@ -202,7 +203,7 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
 
 
 def in_one_batch(stage: Scene, *commands: str) -> list[Reply]:
-    """The answers to requests for the model "crimes" that are executed together."""
+    """Return the responses to requests for the model "crimes" that are executed together."""
     holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
     asked = []
@@ -215,8 +216,10 @@ def in_one_batch(stage: Scene, *commands: str) -> list[Reply]:
 
 
 def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
-    """One request of a batch makes the model do this; its batch mates are answered right all the
-    same. `error`: what it is told, if it is told what went wrong.
+    """Return a fault in which one request of a batch makes the model execute a command.
+
+    The other requests of the batch are answered correctly. `error` is the expected error, if the
+    failed request has a specific one.
     """
 
     def commit(stage: Scene) -> None:
@@ -234,8 +237,9 @@ def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
 
 
 def model_hangs(stage: Scene) -> None:
-    """The log says where each of its processes was when it was killed: its batch's, and that of the
-    one request which hangs when it runs again alone."""
+    """Let the model hang; the log contains the stack of each killed process: the one with the
+    batch, and the one that retried the request alone.
+    """
     model_does("hang")(stage)
     log = stage.server.log()
     memory_range = (
@@ -247,13 +251,13 @@ def model_hangs(stage: Scene) -> None:
 
 
 def model_forks(stage: Scene) -> None:
-    """The process that a model forks answers nobody."""
+    """Let the model fork; the forked process sends no response."""
     assert all(map(is_right, in_one_batch(stage, "ok", "fork", "ok")))
     assert is_right(stage.http.infer("crimes", crime("fork")))
 
 
 def assert_text_is_for_clients(text: str, server: Server) -> None:
-    """No path, pid or endpoint of the server in what a client reads."""
+    """Check that an error text contains no path, pid or endpoint of the server."""
     assert str(server.run_dir) not in text
     assert "ipc://" not in text
     assert "Traceback" not in text
@@ -265,7 +269,7 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 
 
 def infer_head(model: str, length: int, *lines: str) -> bytes:
-    """The head of a request with a body of `length` bytes."""
+    """Return the head of a request with a body of `length` bytes."""
     first = f"POST /v2/models/{model}/infer HTTP/1.1"
     return "\r\n".join(
         (first, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
@@ -273,13 +277,13 @@ def infer_head(model: str, length: int, *lines: str) -> bytes:
 
 
 def infer_text(model: str, request: dict) -> bytes:
-    """A whole request as it goes over the wire."""
+    """Return a complete HTTP request."""
     body = json.dumps(request).encode()
     return infer_head(model, len(body)) + body
 
 
 def hang_up_at_every_byte(stage: Scene) -> None:
-    """Clients that leave in the middle of their request, or while it is executed."""
+    """Disconnect at every position of a request, and while it is executed."""
     text = infer_text("crimes", crime("ok"))
     for cut in range(1, len(text), 17):
         with raw_connection(stage.server.http_port) as connection:
@@ -290,7 +294,7 @@ def hang_up_at_every_byte(stage: Scene) -> None:
 
 
 def hang_up_in_a_batch(stage: Scene) -> None:
-    """One of a batch leaves while it runs; the others get their answers."""
+    """Disconnect one client of a running batch; the others receive their responses."""
     holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
     stays = [stage.pool.infer("crimes", crime("ok"))]
@@ -308,7 +312,7 @@ def hang_up_in_a_batch(stage: Scene) -> None:
 
 
 def hang_up_instead_of_reading(stage: Scene) -> None:
-    """Ask for much, read a little, leave."""
+    """Request large outputs, read a part, and disconnect."""
     values = np.zeros(4_000_000, np.float32).tobytes()
     header = json.dumps(
         {
@@ -336,7 +340,7 @@ def hang_up_instead_of_reading(stage: Scene) -> None:
 
 
 def through(name: str, count: int = len(NUMBERS)) -> dict:
-    """Identity from the first half of a region into its second."""
+    """Return a request from the first half of a region into its second half."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [count], name, 4 * count)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, 4 * count, 4 * count)}],
@@ -344,7 +348,7 @@ def through(name: str, count: int = len(NUMBERS)) -> dict:
 
 
 def truncate(to: int) -> Callable[[Scene], None]:
-    """A region is cut after it was registered: that client gets an error, and only that client."""
+    """Return a fault that truncates a registered region; only its client receives an error."""
 
     def commit(stage: Scene) -> None:
         with SharedObject(2 * NUMBERS.nbytes) as made:
@@ -363,7 +367,7 @@ def truncate(to: int) -> Callable[[Scene], None]:
 
 
 def truncate_while_executing(stage: Scene) -> None:
-    """The region shrinks between the worker's check and its write."""
+    """Truncate a region between the worker's check and its write."""
     with SharedObject(2 * 4096) as made:
         stage.http.register("cut", made.key, 2 * 4096).ok()
         request = {
@@ -382,7 +386,7 @@ def truncate_while_executing(stage: Scene) -> None:
 
 
 def give_pages_back(stage: Scene) -> None:
-    """Holes are punched into a region while it is used: whoever reads there reads zeros."""
+    """Punch holes into a region in use; readers see zeros."""
     with SharedObject(2 * NUMBERS.nbytes) as made:
         made.write(NUMBERS)
         stage.http.register("holes", made.key, 2 * NUMBERS.nbytes).ok()
@@ -394,7 +398,7 @@ def give_pages_back(stage: Scene) -> None:
 
 
 def unlink_while_used(stage: Scene) -> None:
-    """The name goes; the object is what was registered, also for a worker that starts later."""
+    """Unlink a region in use; the registered object remains usable, also for new workers."""
     with SharedObject(2 * NUMBERS.nbytes) as made:
         made.write(NUMBERS)
         stage.http.register("gone", made.key, 2 * NUMBERS.nbytes).ok()
@@ -409,8 +413,9 @@ def unlink_while_used(stage: Scene) -> None:
 
 
 def unregister_while_used(stage: Scene) -> None:
-    """Unregister answers at once; requests use the region until none does, also while its name is
-    registered again."""
+    """Unregister a region in use: the call returns at once, and requests in flight use the
+    region to their end, even after its name is registered again.
+    """
     with SharedObject(2 * 4096) as made, SharedObject(2 * 4096) as other:
         made.write(np.full(1024, 5, np.int32))
         stage.http.register("r", made.key, 2 * 4096).ok()
@@ -431,7 +436,7 @@ def unregister_while_used(stage: Scene) -> None:
 
 
 def leave_processes_behind(stage: Scene) -> None:
-    """What a model started ends with the model's worker, at once, also what it started itself."""
+    """Kill a worker; the processes started by its model exit at once, including their children."""
     worker, started = start_processes(stage.server)
     worker.kill()
     _, alive = psutil.wait_procs(started, timeout=RECOVERY_S)
@@ -516,5 +521,5 @@ def test_crime(server: Server, name: str) -> None:
 
 
 def test_after_all_crimes(server: Server, beginning: State) -> None:
-    """What each of them may have left has not added up."""
+    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, TORCH_BYTES + 3 * ARENA_BYTES)

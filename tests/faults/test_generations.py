@@ -1,5 +1,6 @@
-"""One generation of a model takes over from another, whoever dies meanwhile: what was in flight is
-answered, and what is said of the model is so.
+"""Replacement of a model's generation while processes die.
+
+Requests in flight are answered, and the published state of the model is correct.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from tests.support.wire.raw_http import Reply, binary_request
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models of all tests; nothing is loaded at first."""
+    """Write the models of all tests, none of which is loaded initially."""
     folder = tmp_path_factory.mktemp("generations") / "models"
     folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
@@ -41,18 +42,18 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, start: Start) -> Server:
-    """A server with a gateway of each kind: both must know of a change."""
+    """Start a server with one gateway of each protocol, both of which receive publications."""
     flags = ("--model-control-mode=explicit", "--load-model=simple")
     return start(repository, *flags, grpc=True)
 
 
 def change(pool: RequestPool, name: str, verb: str = "load", body: Any = None) -> Future[Reply]:
-    """Ask for a load, or an unload."""
+    """Request a load or an unload."""
     return pool.send(lambda http: http.post(f"/v2/repository/models/{name}/{verb}", body))
 
 
 def state(server: Server, name: str, version: str = "1") -> str:
-    """What the index says of a version."""
+    """Return the state of a version in the repository index."""
     with server.http() as http:
         rows = http.post("/v2/repository/index").ok().json()
     (row,) = (row for row in rows if (row["name"], row.get("version")) == (name, version))
@@ -60,7 +61,7 @@ def state(server: Server, name: str, version: str = "1") -> str:
 
 
 def attached(server: Server) -> int:
-    """How many connections workers have to their schedulers."""
+    """Return the number of connections between workers and schedulers."""
     with open("/proc/net/unix") as table:
         rows = [line.split() for line in table]
     start = f"{server.run_dir}/w"
@@ -69,8 +70,10 @@ def attached(server: Server) -> int:
 
 @contextlib.contextmanager
 def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
-    """Who has not acknowledged a change yet, which waits for it for a while. Yields what returns
-    once a change of that model does so, and the gateways know of it.
+    """Yield a function that waits until a change of a model awaits this client's acknowledgement.
+
+    The client acknowledges no changes, so the change waits for it for a while. The gateways know of
+    the change when the function returns.
     """
     with contextlib.closing(Guest(server).hello()) as local_client:
 
@@ -89,7 +92,7 @@ def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
 def test_a_worker_that_dies_while_its_generation_drains(
     server: Server, pool: RequestPool, verb: str
 ) -> None:
-    """What it had is executed by another one, and then the generation ends."""
+    """Its requests are retried by another worker, and then the generation ends."""
     change(pool, "gated").result().ok()
     asked = pool.number("gated", 7)
     visit = server.gate.next()
@@ -108,7 +111,7 @@ def test_a_worker_that_dies_while_its_generation_drains(
 def test_a_scheduler_that_dies_while_its_generation_drains(
     server: Server, pool: RequestPool, verb: str
 ) -> None:
-    """What it had goes to the new generation, or is refused where there is none."""
+    """Its requests move to the new generation, or are rejected if there is none."""
     change(pool, "gated").result().ok()
     asked = pool.number("gated", 7)
     visit = server.gate.next()
@@ -127,7 +130,7 @@ def test_a_scheduler_that_dies_while_its_generation_drains(
 
 
 def test_an_instance_that_dies_while_another_loads(server: Server, pool: RequestPool) -> None:
-    """It starts again, and the load succeeds with both."""
+    """The instance restarts, and the load succeeds with both instances."""
     asked = change(pool, "twin")
     first, second = server.gate.next(), server.gate.next()
     before = attached(server)
@@ -147,7 +150,7 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
 def test_an_unload_waits_for_the_load_that_runs(
     server: Server, pool: RequestPool, served: bool
 ) -> None:
-    """The caller of the load receives a success, and the model is unloaded then."""
+    """The load succeeds, and then the model is unloaded."""
     if served:
         first = change(pool, "slow")
         server.gate.next().release()
@@ -170,7 +173,7 @@ def test_an_unload_waits_for_the_load_that_runs(
 
 
 def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPool) -> None:
-    """What ends does not make what begins look unloaded."""
+    """The end of the old generation must not mark the new one as unloaded."""
     change(pool, "slow")
     server.gate.next().release()
     until("it is there", lambda: server.answers("/v2/models/slow/ready"))
@@ -194,7 +197,7 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
 def test_a_version_gives_way_to_another_while_models_change(
     server: Server, repository: Path
 ) -> None:
-    """Readiness can be told at every moment between."""
+    """Readiness can be queried at every moment of the replacement."""
     with request_pool(server) as pool:
         before = len(server.log())
         change(pool, "two").result().ok()
@@ -216,7 +219,7 @@ def test_a_version_gives_way_to_another_while_models_change(
 def test_a_model_that_broke_is_loaded_again(
     server: Server, pool: RequestPool, repository: Path
 ) -> None:
-    """It is ready, and so is the server."""
+    """The model and the server are ready afterwards."""
     code = repository / "once" / "1" / "model.py"
     good = code.read_text()
     change(pool, "once").result().ok()
@@ -235,7 +238,7 @@ def test_a_model_that_broke_is_loaded_again(
 def test_a_generation_that_breaks_as_it_takes_over(
     server: Server, pool: RequestPool, repository: Path
 ) -> None:
-    """The load fails, and the old one serves as it did."""
+    """The load fails, and the old generation continues to serve."""
     code = repository / "slow" / "1" / "model.py"
     good = code.read_text()
     loading = change(pool, "slow")
@@ -269,7 +272,7 @@ def test_a_generation_that_breaks_as_it_takes_over(
 
 
 def test_a_request_that_arrives_slowly_while_its_model_is_loaded_again(server: Server) -> None:
-    """It goes to the new generation."""
+    """The request is executed by the new generation."""
     data = np.arange(1 << 20, dtype=np.float32).tobytes()
     body, headers = binary_request([("INPUT0", "FP32", [len(data) // 4], data)])
     with (

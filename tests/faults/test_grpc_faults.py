@@ -1,4 +1,4 @@
-"""What happens to gRPC clients when a process of the server dies."""
+"""The effects on gRPC clients when a process of the server dies."""
 
 import socket
 import time
@@ -32,7 +32,7 @@ def answers(call: Any) -> bool:
 
 @pytest.mark.parametrize("ending", ["kill", "stop"])
 def test_the_gateway_dies(server: Server, ending: str) -> None:
-    """Its calls fail, the next one takes the port, and HTTP hears nothing of it."""
+    """Its calls fail, a replacement accepts connections on the port, and HTTP is not affected."""
     with stub(server) as call, server.http() as http:
         assert answers(call)
         gateway = server.find_one("gateway grpc")
@@ -53,7 +53,7 @@ def test_the_gateway_dies(server: Server, ending: str) -> None:
 
 @pytest.mark.parametrize("victim", ["worker gated.0", "scheduler gated"])
 def test_what_is_behind_it_dies(server: Server, victim: str) -> None:
-    """Nobody notices."""
+    """No client sees an error."""
     array = np.full((1, 4), 3, np.int32)
     with stub(server) as call:
         asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
@@ -80,7 +80,7 @@ def test_the_supervisor_dies(tmp_path: Path) -> None:
 
 
 def test_clients_that_speak_no_grpc(server: Server) -> None:
-    """Bytes on its port end their connection; others notice nothing."""
+    """Plain bytes on the port close their connection. Other connections are not affected."""
     for data in (
         b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
         b"\0" * 100,

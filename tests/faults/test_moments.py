@@ -1,4 +1,6 @@
-"""Processes that die at a bad moment: while a model loads or reloads, or the server drains."""
+"""Processes that die at a bad moment: while a model loads or reloads, or while the server
+drains.
+"""
 
 import time
 from pathlib import Path
@@ -20,7 +22,9 @@ DRAINING = ("worker gated.0", "scheduler gated", "gateway http 0", "worker zygot
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that waits at the gate when it is loaded, one that does not, and one to be asked."""
+    """Write a model that waits at the gate while loading, one that does not, and one for
+    requests.
+    """
     folder = tmp_path_factory.mktemp("moments") / "models"
     folder.mkdir()
     repositories.add_slow(folder, "slow")
@@ -30,7 +34,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, start: Start) -> Server:
-    """A server whose slow model is loaded by hand."""
+    """Start a server in explicit mode, in which the slow model is not loaded."""
     flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")
     return start(repository, *flags)
 
@@ -38,7 +42,7 @@ def server(repository: Path, start: Start) -> Server:
 @pytest.mark.parametrize("victim", LOADING)
 @pytest.mark.parametrize("moment", ["loading", "reloading"])
 def test_while_loading(server: Server, moment: str, victim: str) -> None:
-    """The others are served; the load answers, and what it says is so; it can be repeated."""
+    """Other models are served. The load returns a correct result and can be repeated."""
     with request_pool(server) as pool, Load(server, memory=0) as load:
         if moment == "reloading":
             load_slow(server, pool)
@@ -81,7 +85,7 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
 
 
 def find(server: Server, victim: str, visit: Visit) -> psutil.Process:
-    """Who is to die: of two generations the one that loads."""
+    """Return the process to kill; of two generations, the one of the generation that loads."""
     if victim == "worker":
         return psutil.Process(visit.pid)
     if victim == "scheduler":
@@ -90,7 +94,7 @@ def find(server: Server, victim: str, visit: Visit) -> psutil.Process:
 
 
 def until_ready(server: Server) -> None:
-    """Whoever comes to the gate may pass, until the slow model is there."""
+    """Release all executions at the gate until the slow model is ready."""
 
     def ready() -> bool:
         server.gate.release_arrivals(0.02)
@@ -119,7 +123,7 @@ def ask_slow(server: Server, pool: RequestPool, value: int) -> list[int]:
 
 @pytest.mark.parametrize("victim", DRAINING)
 def test_while_draining(repository: Path, victim: str) -> None:
-    """The server ends as it would have: in time, with status 0, and leaves nothing."""
+    """The server exits in time with status 0 and leaves no resources."""
     flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")
     server = Server([repository], flags)
     try:
@@ -146,7 +150,7 @@ def test_while_draining(repository: Path, victim: str) -> None:
 
 
 def test_the_supervisor_while_draining(repository: Path) -> None:
-    """Whoever was finishing ends too."""
+    """The draining processes exit, too."""
     server = Server([repository], ("--model-control-mode=explicit", "--load-model=gated"))
     try:
         server.wait_ready()

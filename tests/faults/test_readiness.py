@@ -1,4 +1,4 @@
-"""Readiness tells the truth: a model is ready when, and only when, a request would be answered."""
+"""Readiness: a model is ready if, and only if, a request would be answered."""
 
 import time
 from collections.abc import Iterator
@@ -52,7 +52,10 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
 
 
 def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None:
-    """A model that can be loaded once only: its requests are refused, the others' are answered."""
+    """A model can be loaded only once.
+
+    Its requests are rejected, and those of other models are answered.
+    """
     repository = tmp_path / "models"
     repository.mkdir()
     folder = repositories.add_as(repository, "once", "gated")
@@ -93,8 +96,10 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", ["explicit", "poll"])
 def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, mode: str) -> None:
-    """After ten ends in a row, with a reason; the others serve. It comes back when it is loaded
-    again, or its files have changed."""
+    """After ten crashes in a row the model is unavailable, with a reason; other models serve.
+
+    It returns when it is loaded again or its files change.
+    """
     repository = tmp_path / "models"
     repository.mkdir()
     folder = repositories.add_as(repository, "bad", "simple")

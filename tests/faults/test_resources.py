@@ -1,4 +1,4 @@
-"""What models share misbehaves, or who holds it dies."""
+"""Shared resources of models: misuse, and the death of a process that holds one."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +17,10 @@ _TIMES = 40
 
 
 def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> None:
-    """Every answer is right, nothing is kept, no process grows; what fits is cached after."""
+    """Every response is correct, nothing is cached, and no process grows.
+
+    A smaller response is cached afterwards.
+    """
     repository = tmp_path / "models"
     add_model(
         repository,
@@ -55,7 +58,7 @@ instance_group [ { kind: KIND_CPU count: 1
 
 @pytest.mark.parametrize("victim", ["worker holder.0", "scheduler holder"])
 def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
-    """What it held is another model's at once, and it runs again itself."""
+    """Its resources are granted to another model at once, and its execution is retried."""
     repository = tmp_path / "models"
     repository.mkdir()
     for name in ("holder", "other"):

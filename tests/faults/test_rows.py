@@ -1,5 +1,5 @@
-"""What goes wrong with shared memory at such servers, row by row: a table of 23 known failures, and
-what is done about each here.
+"""Failures of shared memory, row by row: a table of 23 known failures, and the server's
+handling.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def server(folder: Path, repository: Path) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A server, a connection to it, a pool of other requests, its unix socket, its models."""
+    """A server with a connection, a pool of concurrent requests, its Unix socket and its models."""
 
     server: Server
     http: Http
@@ -57,18 +57,18 @@ class Stage:
 
     @contextlib.contextmanager
     def region(self, name: str, size: int = 2 * SIZE, offset: int = 0) -> Iterator[SharedObject]:
-        """An object registered as `name`, values first."""
+        """Yield an object registered as `name`, with values in its first half."""
         with SharedObject(size + offset) as made:
             made.write(VALUES, offset)
             self.http.register(name, made.key, size, offset).ok()
             yield made
 
     def through(self, name: str, **where: int) -> int:
-        """The status of identity from a region into the same region."""
+        """Return the status of a request from a region into the same region."""
         return self.http.infer("identity", through(name, **where)).status
 
     def replaced(self, title: str) -> None:
-        """A worker is killed and is back."""
+        """Kill a worker and wait for its replacement."""
         victim = self.server.find_one(title)
         victim.kill()
         until(
@@ -81,7 +81,7 @@ class Stage:
 def through(
     name: str, size: int = SIZE, input_offset: int = 0, output_offset: int = SIZE
 ) -> dict[str, Any]:
-    """Identity from a region into the same region."""
+    """Return a request from a region into the same region."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],
@@ -89,7 +89,7 @@ def through(
 
 
 def gated(value: int, region: str, offset: int = 0) -> dict[str, Any]:
-    """64 bytes of `value` into a region, once the gate is opened."""
+    """Return a request that writes 64 bytes of `value` into a region once the gate is released."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
     inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
     return {"inputs": inputs, "outputs": outputs}
@@ -106,8 +106,10 @@ def wait_regions(stage: Stage, names: list[str]) -> None:
 
 
 def unregister_in_flight(stage: Stage) -> None:
-    """It answers at once. The region is listed and usable until no request uses it; then it is
-    gone."""
+    """Unregister a region in use.
+
+    The call returns at once; the region stays listed and usable until its last request ends.
+    """
     with stage.region("r") as made:
         asked = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
@@ -122,7 +124,10 @@ def unregister_in_flight(stage: Stage) -> None:
 
 
 def unregister_under_load(stage: Stage) -> None:
-    """Whoever keeps asking gets 404 soon, and the name is free for another at once."""
+    """Unregister a region under load.
+
+    Further requests soon receive 404, and the name is free at once.
+    """
     with stage.region("r"), SharedObject(SIZE) as other:
 
         def ask_until_refused(http: Http) -> Any:
@@ -157,14 +162,17 @@ made.path.unlink()
 
 
 def client_crashes_and_returns(stage: Stage) -> None:
-    """The same program works at once after it was killed: with the old object, and with a new."""
+    """Restart a killed client, with the old object and with a new one; both work at once."""
     for how in ("first", "again", "anew", "last"):
         ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), how)
         assert ran.stdout.strip() == "200", (how, ran.stderr)
 
 
 def client_dies_and_leaves_a_region(stage: Stage) -> None:
-    """A region for the life of a connection goes with it; one that is not, stays."""
+    """Disconnect a client.
+
+    A region for the lifetime of its connection is removed; others remain.
+    """
     with SharedObject(SIZE) as made:
         body = {"key": made.key, "byte_size": SIZE, "lifetime": "connection"}
         with stage.server.http() as client:
@@ -178,7 +186,7 @@ def client_dies_and_leaves_a_region(stage: Stage) -> None:
 
 
 def numbers_that_overflow(stage: Stage) -> None:
-    """Offsets and sizes near every edge: refused, or right."""
+    """Use offsets and sizes near all limits; each request is rejected or correct."""
     edges = [0, 1, PAGE, 2 * SIZE, 2**31, 2**32, 2**53, 2**63, 2**64]
     near = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
     with SharedObject(2 * SIZE) as made:
@@ -197,14 +205,14 @@ def numbers_that_overflow(stage: Stage) -> None:
 
 
 def offset_of_the_last_page(stage: Stage) -> None:
-    """The registered offset counts once."""
+    """Check that the registered offset is added only once."""
     with stage.region("r", PAGE, 1023 * PAGE) as made:
         assert stage.through("r", size=64, output_offset=PAGE - 64) == 200
         assert (made.read(np.float32, 16, 1024 * PAGE - 64) == VALUES[:16]).all()
 
 
 def offsets_that_no_page_begins_at(stage: Stage) -> None:
-    """Any offset may be registered."""
+    """Register an object at offsets that are not aligned to pages."""
     for offset in (1, 8, 4095):
         with stage.region("r", 2 * SIZE, offset) as made:
             assert stage.through("r") == 200
@@ -213,7 +221,9 @@ def offsets_that_no_page_begins_at(stage: Stage) -> None:
 
 
 def truncated(stage: Stage) -> None:
-    """Before it is read, and before the output is written: an error to its client alone."""
+    """Truncate an object before it is read, and before the output is written; only its client
+    fails.
+    """
     with stage.region("r") as made:
         assert stage.through("r") == 200
         worker = stage.server.find_one("worker identity.0")
@@ -234,14 +244,14 @@ def truncated(stage: Stage) -> None:
 
 
 def shared_memory_is_full(stage: Stage) -> None:
-    """A sparse object that does not fit is refused when it is registered, not when it is used."""
+    """Register a sparse object that does not fit: registration fails, not its later use."""
     if not can_mount():
         pytest.skip("needs the right to mount a small /dev/shm (unshare -m)")
     fill_shared_memory(stage.models)
 
 
 def killed_servers_leave_nothing(stage: Stage) -> None:
-    """Kill every process at once: no object, socket or process stays."""
+    """Kill all processes at once; no object, socket or process remains."""
     before = set(os.listdir("/dev/shm"))
     for _ in range(2):
         server = Server([stage.models]).wait_ready()
@@ -264,7 +274,7 @@ shared_memory.SharedMemory(sys.argv[1]).close()
 
 
 def somebody_attaches_and_unlinks(stage: Stage) -> None:
-    """Python before 3.13 removes an object when a program that only attached to it ends."""
+    """Attach with Python before 3.13, which unlinks an object when the attached program exits."""
     with stage.region("r") as made:
         subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, made.name], check=True)
         with contextlib.suppress(FileNotFoundError):
@@ -274,7 +284,7 @@ def somebody_attaches_and_unlinks(stage: Stage) -> None:
 
 
 def unlinked_while_registered(stage: Stage) -> None:
-    """The object is what was registered, also for a worker that starts later."""
+    """Unlink a registered object; it remains usable, also for new workers."""
     with stage.region("r") as made:
         made.path.unlink()
         assert stage.through("r") == 200
@@ -285,7 +295,7 @@ def unlinked_while_registered(stage: Stage) -> None:
 
 
 def another_object_of_the_same_name(stage: Stage) -> None:
-    """A key that is made again is another object, which nobody registered."""
+    """Create an object with the same key again; this new object is not registered."""
     with stage.region("r") as made:
         keeper = os.dup(made.fd)
         try:
@@ -299,7 +309,7 @@ def another_object_of_the_same_name(stage: Stage) -> None:
 
 
 def keys_with_tricks(stage: Stage) -> None:
-    """R6: no key names anything but a plain object of shared memory."""
+    """R6: every key names a plain shared memory object."""
     with SharedObject(SIZE) as made:
         link = made.path.with_name(made.name + "-link")
         pipe = made.path.with_name(made.name + "-pipe")
@@ -323,7 +333,10 @@ def keys_with_tricks(stage: Stage) -> None:
 
 
 def objects_of_others(stage: Stage) -> None:
-    """R7: names of others' machinery are refused; the server's own memory has no name at all."""
+    """R7: names of other libraries' internal objects are rejected.
+
+    The server's memory has no name.
+    """
     for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
         assert "reserved prefix" in stage.http.register("r", key, 64).error
     with stage.region("r"):
@@ -347,7 +360,10 @@ def objects_of_others(stage: Stage) -> None:
 
 
 def users_on_one_host(stage: Stage) -> None:
-    """A user registers what is its own; the text tells "not yours" from "not there"."""
+    """A user may register only its own objects.
+
+    The error distinguishes missing permission from absence.
+    """
 
     def ask(name: str, key: str) -> Any:
         with contextlib.closing(UnixHttp(stage.socket)) as http:
@@ -367,7 +383,7 @@ def users_on_one_host(stage: Stage) -> None:
 
 
 def another_mount(stage: Stage) -> None:
-    """A client whose /dev/shm is another one is told what is wrong."""
+    """Register an object of a client with a different /dev/shm; the error explains this."""
     refused = stage.http.register("r", "/of-another-container", 64)
     assert refused.status == 500
     assert refused.error.startswith("Unable to open shared memory region: '/of-another-container'")
@@ -375,7 +391,7 @@ def another_mount(stage: Stage) -> None:
 
 
 def outputs_in_one_place(stage: Stage) -> None:
-    """Of two requests in flight that write to the same bytes the second gets an error."""
+    """Write the outputs of two concurrent requests to the same bytes; the second request fails."""
     with stage.region("r") as made:
         asked = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
@@ -388,7 +404,9 @@ def outputs_in_one_place(stage: Stage) -> None:
 
 
 def before_it_is_registered(stage: Stage) -> None:
-    """404, with how many there are and what to do, and no other region's name."""
+    """Use an unregistered name: 404, with the number of regions and a hint, but without other
+    names.
+    """
     with stage.region("secret-name"):
         refused = stage.http.infer("identity", through("r"))
         assert refused.status == 404
@@ -397,7 +415,9 @@ def before_it_is_registered(stage: Stage) -> None:
 
 
 def output_larger_than_its_place(stage: Stage) -> None:
-    """Refused before it is computed where the size is known; else it fails alone."""
+    """Request an output that is larger than its range: rejected before execution if the size is
+    known; otherwise only this request fails.
+    """
     executed = stage.server.metric("nv_inference_exec_count", model="simple")
     with stage.region("r"):
         row = np.zeros((1, 16), np.int32)
@@ -414,11 +434,12 @@ def output_larger_than_its_place(stage: Stage) -> None:
 
 
 def pinned_memory(stage: Stage) -> None:
-    """Pinning is asked for, region by region, and for what a device copies from. What is of no
-    size, which poisons the driver's next call, is never registered; what cannot be pinned is
-    refused with the reason, and the region is usable without. The driver itself is called on
-    hardware only (tests/integration/cuda/test_cuda_memory.py), and its stand-in in
-    tests/unit/workers/test_device_memory.py.
+    """Register regions with pinned memory, from which devices copy faster.
+
+    Objects of size 0, which would make the driver's next call fail, are rejected. If pinning fails,
+    the registration is rejected with the reason, and the region is usable without pinning. The
+    driver itself is called only on hardware (tests/integration/cuda/test_cuda_memory.py), and its
+    fake in tests/unit/workers/test_device_memory.py.
     """
     path = "/v2/systemsharedmemory/region/r/register"
     with SharedObject(2 * SIZE) as made:
@@ -446,7 +467,7 @@ def pinned_memory(stage: Stage) -> None:
 
 
 def registrations_that_fail(stage: Stage) -> None:
-    """1,000 of them leave no descriptor behind."""
+    """Fail 1,000 registrations; no descriptor is leaked."""
     with SharedObject(SIZE) as made:
         stage.http.register("r", made.key, SIZE + 1)
         before = descriptors(stage.server.pid)
@@ -457,7 +478,7 @@ def registrations_that_fail(stage: Stage) -> None:
 
 
 def status_shows_ones_own(stage: Stage) -> None:
-    """A user sees its own regions; who runs the server sees all over the unix socket."""
+    """List regions: users see their own; the server's user sees all over the Unix socket."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
 

@@ -1,5 +1,5 @@
-"""What ends or misbehaves in the middle of sequences: whom it costs their state is told, and nobody
-else notices.
+"""Faults in the middle of sequences: clients that lost their state are informed, others not
+affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEMORY = 160 << 20  # bytes that this many requests may leave allocated in three
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model with two instances of two slots."""
+    """Yield a server of a model with two instances of two slots."""
     repository = tmp_path_factory.mktemp("sequences")
     config = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(2)}"
     repositories.add_as(repository, "summing", "sequencer", config)
@@ -51,14 +51,14 @@ def ask(
     start: bool = False,
     end: bool = False,
 ) -> int:
-    """The sum of a sequence. Raises what the server says."""
+    """Return the sum of a sequence; raise the server's error."""
     given = {"INPUT0": np.full((1, 1), value, np.int32)}
     result = client.infer("summing", given, sequence=sequence, start=start, end=end, timeout=30)
     return int(result["OUTPUT0"][0, 0])
 
 
 class CalledModels:
-    """Someone who sums up one sequence after the other; `wrong` has what should not have been."""
+    """A client that sums up one sequence after the other; `wrong` contains unexpected results."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -98,7 +98,7 @@ class CalledModels:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    """A client; afterwards nothing is left of what a test did."""
+    """Yield a client, and check afterwards that no sequences are left."""
     before = State.of(server)
     with shmserve.client.connect(server.run_dir) as connected:
         yield connected
@@ -109,7 +109,9 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
 def test_a_worker_dies_and_its_sequences_are_told(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """The one that did it, the other of that instance, those of the other instance, new ones."""
+    """Covers the causing sequence, the other one of the same instance, those of the other
+    instance, and new ones.
+    """
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert ask(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as raised:
@@ -131,7 +133,7 @@ def test_a_worker_dies_and_its_sequences_are_told(
 
 
 def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.Server) -> None:
-    """What is started once that is known runs, and readiness comes back."""
+    """Sequences started after the exit was detected run, and the model becomes ready again."""
     with CalledModels(server) as others:
         victim = server.find_one("worker summing.0")
         victim.kill()
@@ -145,7 +147,10 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
-    """It alone knew whose slots they were: who goes on is to begin again, and can at once."""
+    """Only it knew the slots of sequences.
+
+    Clients must restart their sequences, and can do so at once.
+    """
     assert ask(client, 80, 1, start=True) == 1
     victim = server.find_one("scheduler summing")
     victim.kill()
@@ -158,7 +163,7 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
 def test_a_client_opens_very_many_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """A part waits, which is bounded, and others get their turns: those in slots, and new ones."""
+    """A limited number waits. Sequences in slots continue, and other clients take turns."""
     assert ask(client, 1, 1, start=True) == 1
     given = {"INPUT0": np.zeros((1, 1), np.int32)}
     with shmserve.client.connect(server.run_dir) as greedy:
@@ -190,7 +195,7 @@ def test_a_client_opens_very_many_and_ends_none(
 def test_a_stream_opens_very_many_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """Over a gateway, too, others have their turns: each connection waits for its own."""
+    """Connections of a gateway take turns, too: each waits only for its own sequences."""
     told: queue.Queue[Any] = queue.Queue()
     given = grpc.InferInput("INPUT0", [1, 1], "INT32")
     given.set_data_from_numpy(np.zeros((1, 1), np.int32))
@@ -217,7 +222,7 @@ def test_a_stream_opens_very_many_and_ends_none(
 
 
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
-    """It is one sequence, whoever asks: as a Triton has it."""
+    """Both clients use the same sequence, as in Triton."""
     with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as others:
         assert ask(client, 5, 1, start=True) == 1
         assert [ask(other, 5, 10), ask(client, 5, 100), ask(other, 5, 1000)] == [11, 111, 1111]

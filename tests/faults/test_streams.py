@@ -1,4 +1,6 @@
-"""Whatever ends in the middle of a stream: its requests end with a clear error, others go on."""
+"""Exits of processes in the middle of a stream: its requests fail with a clear error, others
+continue.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ LONG = [0] * 3000
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """One for all of these; the last test stops it."""
+    """Start a server for all of these tests; the last test stops it."""
     repositories.add(models, "repeat")
     flags = ("--model-control-mode=explicit", "--exit-timeout-secs=1")
     return start(models, *flags, grpc=True)
@@ -25,7 +27,7 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def repeating(server: Server) -> Iterator[Server]:
-    """A server of a model that repeats each element of its input as a response."""
+    """Yield a server of a model that repeats each element of its input as a response."""
     server.load("repeat")
     yield server
     if server.process.poll() is None:
@@ -33,7 +35,7 @@ def repeating(server: Server) -> Iterator[Server]:
 
 
 def live(server: Server) -> float:
-    """How many requests the model's workers have."""
+    """Return the number of requests at the model's workers."""
     return server.metric("shmserve_executing_requests", model="repeat")
 
 

@@ -1,4 +1,4 @@
-"""The holder of a workspace lease dies, in the middle of a load: who waits for it is served."""
+"""The holder of a workspace lease dies under load: requests that wait for the lease are served."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""What tests of whole servers share: servers, clients, loads, the leak guard."""
+"""Helpers for tests of whole servers: servers, clients, loads, and the leak guard."""

@@ -1,4 +1,4 @@
-"""Keys and certificates for tests of TLS, by openssl."""
+"""Keys and certificates for TLS tests, created with openssl."""
 
 import subprocess
 from pathlib import Path
@@ -23,8 +23,10 @@ _NEW = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256
 
 
 def make(folder: Path) -> Path:
-    """Put ca, server, client and stranger into a folder: NAME.key and NAME.pem each; ca has not
-    signed the stranger's. Returns the folder."""
+    """Create NAME.key and NAME.pem for ca, server, client and stranger; return the folder.
+
+    The certificate of the stranger is not signed by ca.
+    """
     (folder / "openssl.cnf").write_text(_CONFIGURATION)
     for who in ("ca", "stranger"):
         _make(folder, who, "-extensions", "ca")

@@ -1,9 +1,9 @@
-"""A worker of a generative model that computes histories in the place of keys and values.
+"""A worker of a generative model that computes token histories instead of keys and values.
 
-Each slot of its pools holds what a real one's would depend on: the token, its position, and a hash
-of all tokens before it. What is read is compared with the sequence's own tokens, so that a block
-that was given away, copied wrongly or found for another prefix is seen at once; and the next token
-follows from the history alone, so that no schedule may change it.
+Each slot of its pools contains the token, its position, and a hash of all tokens before it, on
+which real keys and values depend. Each read is compared with the sequence's own tokens, so that a
+freed, wrongly copied or wrongly shared block is detected. The next token depends only on the
+history, so no schedule may change it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def _digest(before: bytes, token: int) -> bytes:
 
 
 def extend(slots: list[Slot], tokens: Iterable[int]) -> list[Slot]:
-    """`slots` with what stands for the keys and values of these tokens behind them."""
+    """Return `slots` with slots for these tokens appended."""
     for token in tokens:
         slots.append((token, len(slots), _after(slots)))
     return slots
 
 
 def _after(slots: list[Slot]) -> bytes:
-    """What stands for all of these."""
+    """Return a hash of these slots."""
     return _digest(slots[-1][2], slots[-1][0]) if slots else b""
 
 
 def next_token(slots: list[Slot], sample: int) -> int:
-    """The token that follows: of each sample another one."""
+    """Return the token that follows; it differs between samples."""
     return int.from_bytes(_digest(_after(slots), VOCABULARY + sample), "little") % VOCABULARY
 
 
 def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
-    """The best tokens to follow in a beam search, with their scores, best first."""
+    """Return the best next tokens of a beam search with their scores, best first."""
     found, before = [], _after(slots)
     for token in range(VOCABULARY):
         digest = _digest(before, token)
@@ -76,8 +76,14 @@ class _Known:
 
 @dataclass
 class GenerativeWorker:
-    """Executes steps. `prompts` are those of the requests it prepared, and `most` how many tokens
-    each may have; beam searches have a `width`, and `resumed` the tokens of a lost worker."""
+    """A worker that executes steps and checks all reads.
+
+    Attributes:
+        prompts: The prompts of prepared requests.
+        most: The maximum number of tokens of each request.
+        width: The width of each beam search.
+        resumed: The tokens of samples that a lost worker had generated.
+    """
 
     block_size: int
     blocks: int
@@ -97,7 +103,7 @@ class GenerativeWorker:
         ]
 
     def step(self, step: Step) -> Stepped:
-        """Execute one, checking all that is read."""
+        """Execute a step and check all reads."""
         for begin in step.begin:
             if begin.parent in self.known:
                 parent = self.known[begin.parent]

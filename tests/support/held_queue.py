@@ -1,4 +1,4 @@
-"""A model that is held at the gate while its queue fills as a test wants it."""
+"""A model whose queue a test fills while its only instance is held at the gate."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,7 +9,9 @@ from tests.support.servers import Server
 
 
 class Queue:
-    """A model whose only instance is held at the gate by request 0: what comes queues up."""
+    """A model whose only instance is held at the gate by request 0, so that later requests
+    queue up.
+    """
 
     def __init__(self, server: Server, pool: RequestPool, model: str) -> None:
         self.server, self.pool, self.model = server, pool, model
@@ -18,12 +20,14 @@ class Queue:
         self.waiting = 0
 
     def add(self, value: int, rows: int = 1, columns: int = 1, **parameters: Any) -> None:
-        """One more request, and wait until it is in the queue: the order is the test's."""
+        """Send a request and wait until it is queued, so that the order is fixed."""
         self.pool.number(self.model, value, rows, columns, **parameters)
         self.wait_queued()
 
     def call(self, asking: Callable[[], Any]) -> Future[Any]:
-        """The same for a request that is sent in any other way."""
+        """Call a function that sends a request in another way, and wait until the request is
+        queued.
+        """
         asked = self.pool.call(asking)
         self.wait_queued()
         return asked
@@ -33,8 +37,8 @@ class Queue:
         self.server.wait_pending(self.model, self.waiting)
 
     def batches(self, count: int) -> list[list[int]]:
-        """Let the first go, and then the next `count` executions, one after the other: what each
-        was given.
+        """Release request 0 and the next `count` executions one by one; return the values of
+        each batch.
         """
         self.holder.release()
         found = []

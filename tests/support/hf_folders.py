@@ -1,8 +1,7 @@
-"""Tiny Hugging Face folders, written on the spot: weights that are sensitive to any mistake, and a
-small tokenizer of bytes and pairs.
+"""Tiny Hugging Face folders: random weights, and a small byte-level BPE tokenizer.
 
-Weights are drawn with a standard deviation of 0.2: with the 0.02 of fresh models, a model says the
-same whatever it is given.
+The standard deviation of weights is 0.2. With the usual 0.02, a model would generate the same text
+for every prompt and hide errors.
 """
 
 import functools
@@ -35,7 +34,7 @@ _TEXT = (
 
 @functools.cache
 def tokenizer_text(size: int = 320) -> str:
-    """tokenizer.json of a byte-level BPE of at most so many tokens."""
+    """Return the tokenizer.json of a byte-level BPE with at most `size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +49,7 @@ def tokenizer_text(size: int = 320) -> str:
 
 
 def config(family: str = "llama", **more: Any) -> dict[str, Any]:
-    """config.json of a tiny model."""
+    """Return the config.json of a tiny model."""
     tiny = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -74,7 +73,7 @@ def config(family: str = "llama", **more: Any) -> dict[str, Any]:
 
 
 def weights(made: dict[str, Any], seed: int = 0, deviation: float = 0.2) -> dict[str, torch.Tensor]:
-    """Random weights for a config.json."""
+    """Return random weights for a config.json."""
     architecture = Architecture.of(made, [])
     assert architecture is not None
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +86,7 @@ def weights(made: dict[str, Any], seed: int = 0, deviation: float = 0.2) -> dict
 def write_folder(
     path: Path, family: str = "llama", seed: int = 0, shards: int = 1, **more: Any
 ) -> Path:
-    """Write a folder, its weights in so many `shards`; `more` is for config.json."""
+    """Write a folder with its weights in `shards` files; `more` are fields of config.json."""
     path.mkdir(parents=True, exist_ok=True)
     made = config(family, **more)
     save_weights(path, weights(made, seed), shards)
@@ -107,7 +106,7 @@ def write_folder(
 
 
 def save_weights(path: Path, drawn: dict[str, torch.Tensor], shards: int = 1) -> None:
-    """Write weights as safetensors, with an index where there are several files."""
+    """Write weights as safetensors, with an index if there are several files."""
     names = sorted(drawn)
     if shards == 1:
         save_file(drawn, path / "model.safetensors", {"format": "pt"})

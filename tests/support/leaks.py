@@ -1,5 +1,5 @@
-"""The leak guard: what a test found is what it leaves, in /dev/shm, processes, descriptors and
-sockets.
+"""The leak guard: a test must leave /dev/shm, processes, descriptors and sockets as it found
+them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TEST_OBJECT = re.compile(r"test-(\d+)-")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a test could leak, at one moment.
+    """The resources that a test could leak, at one moment.
 
-    `children` are the test process's own, without the servers that live on, whose processes are
-    counted by title.
+    `children` are the test process's own. Processes of servers that outlive the test are counted by
+    title instead.
     """
 
     shm: frozenset[str]
@@ -88,7 +88,7 @@ def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[E
 
 
 def descriptors(pid: int) -> Counter[str]:
-    """How many descriptors of each kind a process has: files by path, the rest by what they are."""
+    """Return the number of a process's descriptors by path, or by type if they have none."""
     found: Counter[str] = Counter()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -99,8 +99,7 @@ def descriptors(pid: int) -> Counter[str]:
 
 
 def created_since(before: set[str]) -> set[str]:
-    """The objects in /dev/shm that were not there before, but for those of tests: several runs of
-    these may go on at once."""
+    """Return the new objects in /dev/shm, except those of other test runs."""
     return {name for name in set(os.listdir(_SHM)) - before if not name.startswith("test-")}
 
 
@@ -128,9 +127,7 @@ def _in_foreign_use(name: str) -> bool:
 
 
 def server_descriptors(server: servers.Server) -> dict[str, int]:
-    """How many descriptors each process of a server has, by title; of several with one title, all
-    together.
-    """
+    """Return the number of descriptors of a server's processes, summed by title."""
     found: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError):
@@ -139,17 +136,16 @@ def server_descriptors(server: servers.Server) -> dict[str, int]:
 
 
 def unix_sockets(folder: Path) -> int:
-    """How many unix sockets (listening and accepted) are bound to names under a folder."""
+    """Return the number of Unix sockets (listening and accepted) bound to names below a folder."""
     with open("/proc/net/unix") as table:
         return sum(f"{folder}/" in line for line in table)
 
 
 def resident_bytes(server: servers.Server) -> dict[str, int]:
-    """The proportional memory of a server's processes, in bytes, by title: shared pages count
-    once; of several with one title, all together.
+    """Return the proportional memory of a server's processes in bytes, summed by title.
 
-    Without pages of files: those of libraries count for less while other programs on the machine
-    have them too, and for more when one of those ends.
+    Shared pages count once. Pages of files are excluded, because their share depends on other
+    programs on the machine that map the same libraries.
     """
     found: Counter[str] = Counter()
     for process in server.tree():
@@ -162,7 +158,7 @@ def resident_bytes(server: servers.Server) -> dict[str, int]:
 
 
 def cpu_seconds(server: servers.Server) -> dict[str, float]:
-    """How long each process of a server has computed so far, by title."""
+    """Return the CPU time of each process of a server in seconds, by title."""
     found = {}
     for process in server.tree():
         with contextlib.suppress(psutil.NoSuchProcess):

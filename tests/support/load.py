@@ -1,4 +1,4 @@
-"""Clients that keep asking while a test does something else, and check every answer they get."""
+"""Clients that send requests continuously during a test and check every response."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One request: when it began and ended (monotonic seconds), and "" or what was wrong with the
-    answer.
+    """A completed request: its start and end (monotonic seconds), and "" or the difference from
+    the expected response.
     """
 
     client: int
@@ -36,7 +36,7 @@ class Answer:
 
     @property
     def is_disconnected(self) -> bool:
-        """The connection broke, so there was no answer."""
+        """Return whether the connection was closed before the response."""
         return self.trouble.startswith("connection")
 
 
@@ -46,7 +46,7 @@ Ask = Callable[[Http, int], str]
 
 
 def infer_simple(http: Http, number: int) -> str:
-    """The model "simple", JSON both ways, other values each time."""
+    """Send a JSON request with new values to the model "simple" and check the response."""
     first = np.arange(16, dtype=np.int32).reshape(1, 16) + number
     second = np.full((1, 16), number % 97, np.int32)
     reply = http.infer(
@@ -62,7 +62,9 @@ def infer_simple(http: Http, number: int) -> str:
 
 
 class InferInMemory:
-    """The model "identity" (FP32), in and out through one region of `count` numbers each."""
+    """Requests for the model "identity" (FP32) through one region of `count` numbers for input
+    and output.
+    """
 
     def __init__(self, http: Http, count: int = 4096) -> None:
         self.count = count
@@ -76,7 +78,7 @@ class InferInMemory:
             raise
 
     def __call__(self, http: Http, number: int) -> str:
-        """Write, ask, read."""
+        """Write the input, send a request, and check the output."""
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
         given = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
@@ -101,7 +103,7 @@ http_error = http.client.HTTPException
 
 
 class Load:
-    """Threads that ask again and again within a with block; each has a connection of its own."""
+    """Threads that send requests continuously within a with block, each on its own connection."""
 
     def __init__(self, server: Server, simple: int = 2, memory: int = 1) -> None:
         self._server = server
@@ -149,10 +151,13 @@ class Load:
                 self._stop.wait(_BREATH_S)
 
     def wait_answered(self, since: float, within_s: float = 10.0) -> float:
-        """Wait until every client has a right answer to a request that began after `since`;
-        returns the seconds it took.
+        """Wait until every client has a correct response to a request that began after `since`.
 
-        Raises AssertionError when that takes longer than `within_s` from now.
+        Returns:
+            The elapsed seconds since `since`.
+
+        Raises:
+            AssertionError: The wait takes longer than `within_s` from now.
         """
         waiting = set(range(len(self._kinds)))
         seen = 0

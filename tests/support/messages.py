@@ -1,4 +1,4 @@
-"""Requests and responses in the messages that carry them."""
+"""Unpacking of the requests and responses in messages."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
 
 
 def inference_of(message: Any) -> Inference:
-    """Return the request that a `Submit` or a `Work` carries."""
+    """Return the request in a `Submit` or a `Work`."""
     return unpack_inference(message.schema, message.data)
 
 
 def inferred_of(message: Any) -> Inferred:
-    """Return the response that a `Finished`, a `Responded` or a `Reply` carries."""
+    """Return the response in a `Finished`, a `Responded` or a `Reply`."""
     return unpack_inferred(message.schema, message.data)

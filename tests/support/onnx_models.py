@@ -1,4 +1,4 @@
-"""ONNX files, written on the spot."""
+"""Small ONNX models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +14,9 @@ FLOAT = int(TensorProto.FLOAT)
 def save(
     folder: Path, nodes: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes]), names separated by
-    blanks."""
+    """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes]) with names
+    separated by spaces.
+    """
     made = [
         helper.make_node(kind, taken.split(), given.split(), **dict(*more))
         for kind, taken, given, *more in nodes

@@ -1,4 +1,4 @@
-"""An endpoint of OTLP over HTTP that keeps what it is sent."""
+"""A collector for OTLP over HTTP that stores received spans."""
 
 import contextlib
 import gzip
@@ -11,8 +11,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """`spans` are those that came, in their order, and `resources` the attributes of who sent
-    them."""
+    """An OTLP endpoint.
+
+    `spans` are the received spans in order, and `resources` the attributes of their senders.
+    """
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"

@@ -1,7 +1,7 @@
-"""What a pytest process came to, in lines of JSON: `-p tests.support.outcomes --outcomes FILE`.
+"""The outcomes of a pytest process in lines of JSON: `-p tests.support.outcomes --outcomes FILE`.
 
-A line is written when a part of a test ends, so that a process that dies takes none of them with
-it; the last one says that the process came to its end.
+A line is written at the end of each phase of a test, so that a crash loses no earlier outcome. The
+last line states that the process has completed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ENDED = "ended"
 
 @dataclass
 class Outcomes:
-    """What the tests of a process came to, each by a name that pytest takes as an argument."""
+    """The outcomes of a process's tests, by node id."""
 
     passed: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Outcomes:
 
     @classmethod
     def read(cls, file: Path) -> Outcomes:
-        """What was written to a file, which may end anywhere, and may be missing."""
+        """Read a file, which may be truncated or missing."""
         outcomes = cls()
         for test, outcome, text in _lines(file):
             if outcome == _ENDED:
@@ -55,24 +55,24 @@ def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
 
 
 class Writer:
-    """The plugin's hooks: one for each report of pytest's."""
+    """A pytest plugin that writes the outcomes."""
 
     def __init__(self, file: TextIO, root: Path) -> None:
         self._file = file
         self._root = root
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported has failed."""
+        """Record a file that cannot be imported as failed."""
         if report.failed:
             self._write(report.nodeid, report.outcome, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test has passed when its call has; it fails and is skipped in any of its parts."""
+        """Record a phase: a test passes in its call phase, and fails or is skipped in any phase."""
         if report.when == "call" or not report.passed:
             self._write(report.nodeid, report.outcome, report.longreprtext)
 
     def pytest_sessionfinish(self) -> None:
-        """The process has come to its end; its exit status says to which."""
+        """Record that the process has completed, with its exit status."""
         self._write("", _ENDED, "")
 
     def pytest_unconfigure(self) -> None:
@@ -83,11 +83,11 @@ class Writer:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option that names the file."""
+    """Add the option that names the file."""
     parser.addoption("--outcomes", type=Path, help="file for the outcomes of tests, as JSON lines")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to write where the option is given."""
+    """Register the plugin if the option is set."""
     if path := config.getoption("--outcomes"):
         config.pluginmanager.register(Writer(path.open("w"), config.rootpath))

@@ -21,7 +21,7 @@ _FENCE = re.compile(r"^```(\w*) ?(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of code. `use`: what the line says behind its language."""
+    """A block of code. `use` is the rest of its first line after the language."""
 
     language: str
     use: str

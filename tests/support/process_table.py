@@ -1,5 +1,7 @@
-"""The processes of this host and who started whom, in one look: psutil takes a look at all of them
-for each question, which a test asks many times."""
+"""A table of all processes of this host and their parents.
+
+One scan answers many queries, whereas psutil scans all processes for each query.
+"""
 
 import contextlib
 import os
@@ -9,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A process: `started` (clock ticks since the boot) tells it from another one of its pid."""
+    """A process.
+
+    `started` (clock ticks since the boot) distinguishes processes with the same pid.
+    """
 
     pid: int
     parent: int
@@ -17,7 +22,7 @@ class Entry:
 
 
 def table() -> dict[int, Entry]:
-    """Every process, by pid; zombies too."""
+    """Return every process by pid, including zombies."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -30,7 +35,7 @@ def table() -> dict[int, Entry]:
 
 
 def descendants(pid: int, processes: dict[int, Entry]) -> list[Entry]:
-    """Those that a process started, and what these did, of a table."""
+    """Return the descendants of a process in a table."""
     children = defaultdict(list)
     for entry in processes.values():
         children[entry.parent].append(entry)

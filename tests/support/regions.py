@@ -1,4 +1,4 @@
-"""POSIX shared memory objects as a client has them, with nothing between it and the test."""
+"""POSIX shared memory objects of clients, without a client library."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TOKEN = secrets.token_hex(4)
 
 
 class SharedObject:
-    """An object of `byte_size` bytes, removed at the end of the with block; `key` is what a server
-    opens.
+    """An object of `byte_size` bytes that exists within the with block; `key` is its name for a
+    server.
     """
 
     def __init__(self, byte_size: int) -> None:
@@ -40,7 +40,7 @@ class SharedObject:
         return self
 
     def create(self) -> None:
-        """Make the object (again, after `unlink`: then it is another one)."""
+        """Create the object; after `unlink`, this creates a new object."""
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(self.fd, self.byte_size)
 
@@ -48,7 +48,7 @@ class SharedObject:
         self.unlink()
 
     def unlink(self) -> None:
-        """Remove its name and close it."""
+        """Remove the name and close the object."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         if self.fd >= 0:
@@ -59,11 +59,11 @@ class SharedObject:
         os.ftruncate(self.fd, byte_size)
 
     def punch(self) -> None:
-        """Give its pages back."""
+        """Free the pages of the object."""
         punch(self.fd, self.byte_size)
 
     def write(self, array: np.ndarray | bytes, offset: int = 0) -> None:
-        """Copy an array (or bytes) into it, through a mapping as clients have it."""
+        """Copy an array or bytes into the object through a mapping, like clients."""
         data = array if isinstance(array, bytes) else array.tobytes()
         with mmap.mmap(self.fd, self.byte_size) as mapped:
             mapped[offset : offset + len(data)] = data
@@ -75,5 +75,5 @@ class SharedObject:
 
 
 def punch(fd: int, size: int) -> None:
-    """Make a hole of the first `size` bytes of a file."""
+    """Punch a hole into the first `size` bytes of a file."""
     _LIBC.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size))

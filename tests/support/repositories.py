@@ -1,6 +1,4 @@
-"""Model repositories for tests: copies of the folders in tests/models, and models written on the
-spot.
-"""
+"""Model repositories for tests: copies of the folders in tests/models, and generated models."""
 
 import shutil
 from collections.abc import Sequence
@@ -33,8 +31,9 @@ def add(repository: Path, *names: str, config: str = "") -> None:
 
 
 def add_as(repository: Path, name: str, source: str, config: str = "") -> Path:
-    """Copy the model `source` as `name`; returns its folder. `config` is appended to its
-    config.pbtxt.
+    """Copy the model `source` as `name`; return its folder.
+
+    `config` is appended to its config.pbtxt.
     """
     folder = repository / name
     shutil.copytree(MODELS / source, folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -54,14 +53,14 @@ _LOADS_AT_THE_GATE = """\
 
 
 def add_slow(repository: Path, name: str) -> Path:
-    """Add the model "gated", whose loading waits at the gate, too; returns its folder."""
+    """Add the model "gated", which also waits at the gate while it is loaded; return its folder."""
     folder = add_as(repository, name, "gated")
     insert(folder, _LOADS_AT_THE_GATE)
     return folder
 
 
 def insert(folder: Path, before_execute: str) -> None:
-    """Have the model in `folder` begin with this; it ends with what `execute` begins with."""
+    """Insert code before `execute` in a model; the code must end with `    def execute(`."""
     code = folder / "1" / "model.py"
     code.write_text(code.read_text().replace("    def execute(", before_execute, 1))
 
@@ -74,7 +73,9 @@ def identity_config(
     inputs: int = 1,
     more: str = "",
 ) -> str:
-    """The config.pbtxt of a Python model whose OUTPUTn has the datatype and dims of its INPUTn."""
+    """Return the config.pbtxt of a Python model whose OUTPUTn has the datatype and dims of
+    INPUTn.
+    """
     kind = DATATYPES[datatype]
     shape = ", ".join(map(str, dims))
 
@@ -101,7 +102,7 @@ def add_identity(
     more: str = "",
     source: str = "identity",
 ) -> None:
-    """Add a model with that interface and the code of tests/models/`source`."""
+    """Add a model with the interface of `identity_config` and the code of tests/models/`source`."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     shutil.copy(MODELS / source / "1" / "model.py", folder / "1" / "model.py")
@@ -111,7 +112,7 @@ def add_identity(
 
 
 def write(repository: Path, name: str, config: str, source: str, version: int = 1) -> Path:
-    """Write a model from text; returns its folder. No config.pbtxt when `config` is empty."""
+    """Write a model from text; return its folder. Without `config` it has no config.pbtxt."""
     folder = repository / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
     (folder / str(version) / "model.py").write_text(source)

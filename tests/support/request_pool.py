@@ -1,4 +1,4 @@
-"""Requests that are in flight at the same time, each in a thread with a connection of its own."""
+"""Concurrent requests, each in a thread with its own connection."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class RequestPool:
     def number(
         self, model: str, value: int, rows: int = 1, columns: int = 1, **parameters: Any
     ) -> Future[Reply]:
-        """An inference of an INT32 INPUT0 [rows, columns] that is `value` everywhere: what the
-        model "gated" takes.
+        """Send an INT32 INPUT0 [rows, columns] filled with `value`, the input of the model
+        "gated".
         """
         request: dict[str, Any] = {
             "inputs": [json_input("INPUT0", np.full((rows, columns), value, np.int32))]
@@ -60,7 +60,7 @@ class RequestPool:
 
 @contextlib.contextmanager
 def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
-    """Yield a pool of at most `most` concurrent requests; at the end all have completed."""
+    """Yield a pool of at most `most` concurrent requests; wait for all of them at the end."""
     with ThreadPoolExecutor(most) as threads:
         pool = RequestPool(server, threads)
         try:
@@ -73,5 +73,5 @@ def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
 
 
 def values(reply: Reply) -> list[int]:
-    """What the model "gated" answered."""
+    """Return the values in a response of the model "gated"."""
     return reply.tensors()["OUTPUT0"].ravel().tolist()

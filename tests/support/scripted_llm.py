@@ -1,4 +1,4 @@
-"""Folders of tiny models that say what a script says, such as a tool call."""
+"""Folders of tiny models that generate scripted texts, such as a tool call."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ ANSWER = ("It is ", "sunny.")
 
 @functools.cache
 def _alphabet() -> dict[int, str]:
-    """The character that stands for each byte in a byte-level vocabulary."""
+    """Return the character for each byte in a byte-level vocabulary."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in visible]
     return {
@@ -43,7 +43,7 @@ def _alphabet() -> dict[int, str]:
 
 
 def _spelled(piece: str) -> str:
-    """The name of a token in a byte-level vocabulary."""
+    """Return the name of a token in a byte-level vocabulary."""
     chars = _alphabet()
     return "".join(chars[byte] for byte in piece.encode())
 
@@ -54,10 +54,10 @@ def write_scripted(
     template: str = TEMPLATE,
     special: Sequence[str] = (),
 ) -> Path:
-    """Write a folder whose model says a script behind its special token, and then ends.
+    """Write a folder whose model generates a script after its special token, and then ends.
 
-    Behind all other tokens the model begins the first script. Each piece stands once in all
-    scripts, and is a token.
+    After any other token the model begins the first script. Each piece is a token and occurs only
+    once in all scripts.
     """
     path.mkdir(parents=True, exist_ok=True)
     vocabulary = {char: byte for byte, char in _alphabet().items()}

@@ -8,7 +8,12 @@ def control(name: str, kind: str, says: str) -> str:
 
 
 def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
-    """All four: the pairs of one type, or else of each; an id of `id_type`."""
+    """Return all four control inputs.
+
+    Args:
+        id_type: The datatype of the correlation id.
+        pair: The datatype of the other three; by default each has another one.
+    """
     pairs = [pair] * 3 if pair else ["int32", "fp32", "bool"]
     made = [
         control(kind, kind, f"{each}_false_true: [ {TRUTH[each]} ]")

@@ -1,6 +1,4 @@
-"""A real server for a test: started on ports and in a run directory of its own, watched, and
-stopped.
-"""
+"""A real server for a test, with its own ports and run directory."""
 
 from __future__ import annotations
 
@@ -40,9 +38,11 @@ RUNNING: list[Server] = []
 
 
 class Server:
-    """A server of a repository; `folder` is a short, private one that holds its run directory, log
-    and gate. Without `grpc` it serves HTTP alone, which starts faster; without `gpu` it sees none
-    of the host's, so that a test finds the same everywhere.
+    """A server of a repository.
+
+    `folder` is a short, private path for its run directory, log and gate. Without `grpc` it serves
+    only HTTP, which starts faster. Without `gpu` it sees no GPU, so that tests behave alike on
+    every host.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Server:
         return f"127.0.0.1:{self.grpc_port}"
 
     def log(self) -> str:
-        """All that it has written so far."""
+        """Return the whole log so far."""
         return self.log_path.read_text(errors="replace")
 
     @contextlib.contextmanager
@@ -136,8 +136,10 @@ class Server:
     # --- waiting ---
 
     def wait_ready(self, path: str = "/v2/health/ready", within_s: float = _READY_S) -> Server:
-        """Ask until `path` answers 200; raises AssertionError with the log when it ends or takes
-        too long.
+        """Wait until `path` returns 200.
+
+        Raises:
+            AssertionError: The server exits or takes too long; the error contains its log.
         """
         deadline = time.monotonic() + within_s
         while not self.answers(path):
@@ -150,7 +152,7 @@ class Server:
         return self
 
     def answers(self, path: str, status: int = 200) -> bool:
-        """Whether a GET on a new connection answers with this status."""
+        """Return whether a GET on a new connection returns this status."""
         try:
             with self.http(timeout_s=5) as http:
                 return http.get(path).status == status
@@ -158,7 +160,7 @@ class Server:
             return False
 
     def wait_listening(self, within_s: float = 10.0) -> None:
-        """Return once somebody accepts connections on gRPC's port."""
+        """Wait until a process accepts connections on gRPC's port."""
 
         def accepts() -> bool:
             with contextlib.suppress(OSError):
@@ -169,8 +171,9 @@ class Server:
         until(f"gRPC listens:\n{self.log()}", accepts, within_s)
 
     def wait_named(self) -> None:
-        """Return once each of its processes has its own title, which the leak guard tells them by:
-        it may be ready before all gateways are, and before its models' zygote is.
+        """Wait until each process has its own title, by which the leak guard identifies it.
+
+        A server may be ready before all of its gateways and its zygote have started.
         """
         # A process forked by a zygote has the zygote's title for a moment.
         own = [
@@ -184,7 +187,7 @@ class Server:
         until(f"its processes are named:\n{self.log()}", named, _READY_S)
 
     def wait_exit(self, within_s: float) -> int | None:
-        """The exit status, or None if it lives on."""
+        """Return the exit status, or None if the server still runs after `within_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(within_s)
         return None
@@ -195,28 +198,28 @@ class Server:
     # --- inspection ---
 
     def tree(self) -> list[psutil.Process]:
-        """The supervisor and all its descendants."""
+        """Return the supervisor and all its descendants."""
         return tree(self.pid)
 
     def titles(self) -> Counter[str]:
-        """How many processes of each title (without its prefix) there are."""
+        """Return the number of processes by title, without the common prefix."""
         return Counter(map(title, self.tree()))
 
     def find(self, start: str) -> list[psutil.Process]:
-        """The processes whose title, without its prefix, starts with this."""
+        """Return the processes whose title, without the common prefix, starts with `start`."""
         return [process for process in self.tree() if title(process).startswith(start)]
 
     def find_one(self, start: str) -> psutil.Process:
-        """The only process whose title starts with this."""
+        """Return the only process whose title starts with `start`."""
         (process,) = self.find(start)
         return process
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples of this name that have these labels."""
+        """Return the sum of the samples with this name and these labels."""
         return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each sample of this name."""
+        """Return the labels and the value of each sample with this name."""
         return [
             (sample.labels, sample.value)
             for family in text_string_to_metric_families(self.metrics())
@@ -229,7 +232,7 @@ class Server:
             return http.get("/metrics").ok().body.decode()
 
     def wait_pending(self, model: str, count: int) -> None:
-        """Return once that many requests of the model wait in its queue."""
+        """Wait until `count` requests are in the queue of a model."""
         until(
             f"{count} requests of {model} are pending",
             lambda: self.metric("nv_inference_pending_request_count", model=model) == count,
@@ -239,8 +242,8 @@ class Server:
     # --- ending ---
 
     def stop(self, within_s: float = _STOP_S) -> None:
-        """SIGTERM; asserts that it exits 0 and that nothing of it is left, and clears its folder
-        away.
+        """Send SIGTERM, check that the server exits with 0 and leaves nothing, and remove its
+        folder.
         """
         members = self.tree()
         try:
@@ -254,7 +257,7 @@ class Server:
             self.discard(members)
 
     def assert_exited(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
-        """Asserts that these processes end, and that the run directory is gone."""
+        """Check that these processes exit, and that the run directory is removed."""
         _, alive = psutil.wait_procs(members, timeout=within_s)
         alive = list(filter(runs, alive))
         assert not alive, f"left behind: {list(map(title, alive))}\n{self.log()[-6000:]}"
@@ -268,14 +271,12 @@ class Server:
         assert not left, f"left behind in $TMPDIR: {left}"
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor alone; what happens to the rest is its own affair."""
+        """Send SIGKILL only to the supervisor."""
         self.process.kill()
         self.process.wait()
 
     def discard(self, members: Sequence[psutil.Process] = ()) -> None:
-        """End whatever is left and forget the server; for endings that the test has asserted
-        itself.
-        """
+        """End remaining processes and unregister the server, after a test has checked its end."""
         self.gate.close()
         for process in {*members, *self.tree()}:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -293,8 +294,10 @@ http_client_error = http.client.HTTPException
 
 
 def lasting(titles: Counter[str]) -> Counter[str]:
-    """Without the processes that had ended, and were about to be reaped, when they were counted, or
-    that a zygote had just forked, and had no name of their own."""
+    """Return the counts without short-lived processes.
+
+    Excluded are zombies, and processes that a zygote has just forked and that have no title yet.
+    """
     return Counter(
         {
             title: 1 if title.endswith("zygote") else count
@@ -305,7 +308,7 @@ def lasting(titles: Counter[str]) -> Counter[str]:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants; empty when there is none."""
+    """Return a process and all its descendants, or an empty list if it has exited."""
     found = []
     for each in (pid, *(entry.pid for entry in descendants(pid, table()))):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -314,7 +317,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def title(process: psutil.Process) -> str:
-    """What `ps` shows of a process, without the prefix that all of a server's have."""
+    """Return the title of a process in `ps`, without the common prefix."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return _short(" ".join(process.cmdline()))
     return _GONE
@@ -332,8 +335,10 @@ def _short(line: str) -> str:
 
 
 def hold_ports(count: int) -> list[socket.socket]:
-    """Sockets that keep a port each, until they are closed, from all who let the kernel choose; who
-    names one of these ports may listen there.
+    """Return sockets that reserve one port each until they are closed.
+
+    The kernel assigns a reserved port to no other socket, but a server may still listen there
+    explicitly.
     """
     held = [socket.socket() for _ in range(count)]
     for each in held:
@@ -343,7 +348,7 @@ def hold_ports(count: int) -> list[socket.socket]:
 
 
 def refuses(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Return whether no process listens at a port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except ConnectionRefusedError:
@@ -356,8 +361,9 @@ def port_of(held: socket.socket) -> int:
 
 
 def unload_all(server: Server, repository: Path) -> None:
-    """Unload every model of a server that loads them when it is told to, and empty its repository;
-    returns once their processes have ended."""
+    """Unload every model of a server in explicit mode, empty its repository, and wait for its
+    processes.
+    """
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
             http.unload(model["name"]).ok()
@@ -376,8 +382,10 @@ def running(
     gpu: bool = False,
     **options: Any,
 ) -> Iterator[Server]:
-    """A ready server, stopped at the end of the with block; with `grpc`, that listener is open too,
-    and with `gpu` it may use the host's."""
+    """Yield a ready server that is stopped at the end of the with block.
+
+    With `grpc` it also has that listener, and with `gpu` it may use the host's GPUs.
+    """
     repositories = [repository] if isinstance(repository, Path) else repository
     server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, **options)
     try:
@@ -408,21 +416,21 @@ def run_command(
 def run_python(
     *arguments: str | Path, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments to its end, in the project's root; return what it printed."""
+    """Run Python with these arguments in the project's root; return its output."""
     given: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **given)
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process is neither gone nor waits only for somebody to hear of its end."""
+    """Return whether a process is running and not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def kill_together(members: Sequence[psutil.Process]) -> None:
-    """SIGKILL to all of a `tree`: none of them runs while another one has ended already."""
+    """Kill all processes of a `tree` at once: each is stopped before the first is killed."""
     for process in members:
         process.suspend()
     for process in reversed(members):
@@ -430,12 +438,12 @@ def kill_together(members: Sequence[psutil.Process]) -> None:
 
 
 def stopped(process: psutil.Process) -> None:
-    """SIGSTOP a process."""
+    """Suspend a process with SIGSTOP."""
     os.kill(process.pid, signal.SIGSTOP)
 
 
 def wait_exited(process: psutil.Process, within_s: float) -> bool:
-    """Whether a process (not necessarily a child) ends within that time."""
+    """Return whether a process (not necessarily a child) exits within `within_s` seconds."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:

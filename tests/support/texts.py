@@ -1,10 +1,10 @@
-"""Texts of which tests compare only the beginning."""
+"""Texts of which only the beginning is compared."""
 
 from __future__ import annotations
 
 
 class Beginning(str):
-    """A text that equals each text that begins with it."""
+    """A text that is equal to every text that begins with it."""
 
     __slots__ = ()
 

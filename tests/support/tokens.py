@@ -1,4 +1,4 @@
-"""Memory that was forgotten: tokens that the server's code has dropped before they were settled."""
+"""Detection of lost memory: lent tokens that were dropped before they were settled."""
 
 import gc
 import sys
@@ -41,6 +41,6 @@ def _on_collection(phase: str, info: dict[str, int]) -> None:
 
 
 def watch() -> None:
-    """Write down what is lost from now on."""
+    """Record lost tokens from now on."""
     gc.callbacks.append(_on_collection)
     lent.Token.__del__ = _collected  # type: ignore[attr-defined]

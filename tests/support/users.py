@@ -1,7 +1,7 @@
-"""Being another user for a moment, for tests of who may do what; needs root.
+"""Actions as another user, for permission tests; needs root.
 
-Linux keeps credentials by thread, and only the C library hides that: so another user is a thread
-that has asked the kernel itself. What it connects, creates and opens is that user's.
+Linux keeps credentials per thread, and only the C library synchronises them. A thread that calls
+the kernel directly is therefore another user, including its connections and files.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ needs_users = pytest.mark.skipif(
 
 
 def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> T:
-    """What `action` returns when user `uid`, who is in `groups`, does it; raises what it raises."""
+    """Call `action` as user `uid` with these groups; return or raise its result."""
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -62,7 +62,7 @@ def _become(uid: int, groups: tuple[int, ...]) -> None:
 
 @contextlib.contextmanager
 def tunnel(port: int, uid: int) -> Iterator[int]:
-    """A port whose one connection goes on to `port` on a socket that is user `uid`'s."""
+    """Yield a port that forwards one connection to `port` from a socket of user `uid`."""
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ _UNREAD_S = 1.0
 
 
 def register(pid: int, folder: str) -> None:
-    """Have a server ended, and its folder removed, if this process exits before `unregister`."""
+    """End a server and remove its folder if this process exits before `unregister`."""
     _send(f"{pid} {folder}\n")
 
 

@@ -1,4 +1,4 @@
-"""Models that work in the shared workspace, and say whether it was theirs alone."""
+"""Models that use the shared workspace and report whether another process has changed it."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ instance_group [ {{ kind: KIND_CPU count: 2 }} ]
 
 
 def add(repository: Path, name: str, size: int) -> None:
-    """Add a model that leases so many bytes for each request."""
+    """Add a model that leases `size` bytes for each request."""
     source = PYTHON.replace("SIZE", str(size))
     repositories.write(repository, name, CONFIG.format(name=name), source)
 

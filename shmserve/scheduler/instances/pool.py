@@ -443,6 +443,20 @@ class Pool:
         ]
         return any(occupied) if some else bool(occupied) and all(occupied)
 
+    def occupants(self) -> dict[bytes, list[int]]:
+        """Return the process of each instance and the keys of the requests that it runs.
+
+        Returns:
+            The lists by the address of the worker.
+        """
+        return {
+            slot.peer: [slot.pid, *(each.key for each in slot.executions[0].requests)]
+            if slot.executions
+            else [slot.pid]
+            for slot in self._slots.values()
+            if slot.state is not SlotState.GONE
+        }
+
     def ready(self) -> list[Slot]:
         """Return the instances with a worker."""
         return list(self._by_peer.values())

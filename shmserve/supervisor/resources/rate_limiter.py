@@ -248,17 +248,23 @@ class RateLimiter:
                 instance.executions -= 1
         return self._grant()
 
-    def are_blocked(self, member: Hashable, pids: Container[int]) -> bool:
-        """Check whether no instance of a member can run while these processes hold tickets."""
-        instances = (each for other in self._members.values() for each in other.held.values())
+    def holders(self, member: Hashable, pids: Container[int]) -> set[int]:
+        """Return which of these processes hold resources that instances of a member need.
+
+        Returns:
+            The processes; none if an instance could run while they hold their tickets.
+        """
+        tickets = [each for other in self._members.values() for each in other.held.values()]
+        held = [each for each in tickets if each.pid in pids]
         used: Counter[Resource] = Counter()
-        for instance in instances:
-            if instance.pid in pids:
-                used.update(instance.needs.resources)
+        for instance in held:
+            used.update(instance.needs.resources)
         record = self._members.get(member)
-        return record is not None and not any(
-            self._fits(each.needs.resources, used) for each in record.instances.values()
-        )
+        instances = [] if record is None else record.instances.values()
+        if any(self._fits(each.needs.resources, used) for each in instances):
+            return set()
+        needed = {resource for each in instances for resource in each.needs.resources}
+        return {each.pid for each in held if not needed.isdisjoint(each.needs.resources)}
 
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
@@ -366,10 +372,18 @@ class Tickets:
             granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
             self._send_granted(granted)
         elif isinstance(message, CheckHolders):
-            if self._limiter.are_blocked(member, message.pids):
+            if self._limiter.holders(member, message.pids):
                 self._send(scheduler, ResourcesHeld(message.key))
         else:
             self._send_granted(self._limiter.release(member, message.ticket, message.executed))
+
+    def holders(self, scheduler: Address, pids: set[int]) -> set[int]:
+        """Return which processes hold resources that a scheduler's instances need.
+
+        Returns:
+            The processes; none if an instance could run while they hold their tickets.
+        """
+        return self._limiter.holders(self._members.get(scheduler), pids)
 
     def _send_granted(self, granted: Sequence[GrantedTicket]) -> None:
         for member, ticket in granted:

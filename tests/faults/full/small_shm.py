@@ -1,4 +1,4 @@
-"""A server whose /dev/shm is small, and a program beside it that fills it up."""
+"""A server with a small /dev/shm, and a program that fills it."""
 
 import json
 import os
@@ -14,7 +14,7 @@ _MOUNT = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
 
 
 def can_mount() -> bool:
-    """Whether this user may have a /dev/shm of its own."""
+    """Return whether this user may mount a private /dev/shm."""
     tried = subprocess.run(
         ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
         capture_output=True,
@@ -72,8 +72,10 @@ print(json.dumps(told))
 
 
 def fill_shared_memory(repository: Path) -> None:
-    """What does not fit is refused when it is registered; what is there is used on, and others are
-    served. The repository has "identity" and "simple".
+    """Check that an object without free pages is rejected when it is registered.
+
+    Registered objects remain usable, and other clients are served. The repository has "identity"
+    and "simple".
     """
     prefix = ["unshare", "-m", "sh", "-c", _MOUNT, "sh"]
     with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:

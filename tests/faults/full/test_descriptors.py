@@ -1,5 +1,5 @@
-"""Connections until no descriptor is left: who comes next is served or turned away, and nothing
-burns.
+"""Connections up to the descriptor limit: new clients are served or rejected, and no process
+spins.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests",
 
 @pytest.fixture(scope="module")
 def server(models: Path, folder: Path, start: Start) -> Server:
-    """A server whose processes may have few descriptors."""
+    """Start a server whose processes have a low descriptor limit."""
     repositories.add(models, "simple", "identity")
     limit = ["prlimit", f"--nofile={_LIMIT}:{_LIMIT}"]
     flags = [f"--http-unix-socket={folder / 'socket'}"]
@@ -37,7 +37,7 @@ def server(models: Path, folder: Path, start: Start) -> Server:
 
 
 def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]:
-    """Family, kind and address of one of its sockets."""
+    """Return the family, type and address of one of the server's sockets."""
     ports = {"http": server.http_port, "metrics": server.metrics_port, "grpc": server.grpc_port}
     if name in ports:
         return socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", ports[name])
@@ -61,7 +61,7 @@ def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]
 
 @contextlib.contextmanager
 def crowded(server: Server, name: str) -> Iterator[None]:
-    """Many connections, as far as they are taken, that say nothing."""
+    """Open as many silent connections as the server accepts."""
     family, kind, where = address(server, name)
     with contextlib.ExitStack() as stack:
         for _ in range(_MANY):
@@ -95,7 +95,7 @@ def test_connections_that_say_nothing(server: Server, name: str) -> None:
 
 
 def test_grpc_connections_leave_some(server: Server) -> None:
-    """Who is connected is served on, also by a scheduler that is new."""
+    """Connected clients are still served, also by a new scheduler."""
     before = State.of(server)
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
@@ -111,8 +111,9 @@ def test_grpc_connections_leave_some(server: Server) -> None:
 
 
 def test_registrations_leave_some(server: Server) -> None:
-    """Regions, and programs at the listener with memory of theirs, until no more is taken: what
-    dies is started again all the same.
+    """Regions and local clients with memory use all descriptors.
+
+    Dead processes are still replaced.
     """
     with scene(server) as stage, SharedObject(4096) as made, contextlib.ExitStack() as stack:
         replies = [stage.http.register(f"r{n}", made.key, 4096) for n in range(_LIMIT)]
@@ -133,7 +134,7 @@ def test_registrations_leave_some(server: Server) -> None:
 
 
 def settled(server: Server) -> bool:
-    """Whether nobody computes any more because of what just came."""
+    """Return whether all processes are idle again."""
     began = cpu_seconds(server)
     time.sleep(0.05)
     return all(now - began[title] < 0.05 for title, now in cpu_seconds(server).items())

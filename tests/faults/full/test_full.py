@@ -1,6 +1,4 @@
-"""What is full: the queue, a process's memory for tensors. When /dev/shm is, row 9 says (see
-test_rows.py).
-"""
+"""Full queues and full arenas. For a full /dev/shm see row 9 of test_rows.py."""
 
 import time
 from collections.abc import Callable
@@ -38,9 +36,7 @@ def test_the_queue_is_full(serve: Callable[..., Server]) -> None:
 
 
 def test_the_memory_for_tensors_is_full(serve: Callable[..., Server]) -> None:
-    """Requests that do not fit into what a process may use are refused, or wait; small ones are
-    served.
-    """
+    """Requests that do not fit into the arena are rejected or wait. Small requests are served."""
     server = serve(f"--arena-byte-size={8 << 20}")
     large = np.zeros(1_500_000, np.float32)
     with scene(server) as stage:

@@ -1,4 +1,4 @@
-"""A run directory on a file system without room, and processes that may open next to nothing."""
+"""A run directory on a full file system, and processes with a very low descriptor limit."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the small file system comes; only what runs below `small` sees it."""
+    """Return the mount point of the small file system, which only processes below `small` see."""
     if not can_mount():
         pytest.skip("needs the right to mount a small file system (unshare -m)")
     return tmp_path
@@ -55,8 +55,11 @@ def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> No
 
 
 def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
-    """The others are served on; its model says that it is not ready, until there is room again, and
-    nobody waits for that."""
+    """Other models are served.
+
+    The affected model is not ready until there is space again, and its requests do not wait for
+    that.
+    """
     server = Server([repository], run_dir=folder / "run", prefix=small(folder, 60))
     try:
         server.wait_ready()
@@ -89,7 +92,7 @@ def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
 
 
 def fill(folder: Path) -> Iterator[Path]:
-    """Files until there is no room for one more."""
+    """Create files until the file system is full."""
     for number in range(1000):
         path = folder / f"file-{number}"
         try:
@@ -100,7 +103,7 @@ def fill(folder: Path) -> Iterator[Path]:
 
 
 def test_too_few_descriptors(repository: Path) -> None:
-    """It would call itself ready, and take one connection."""
+    """The server must not start: it would report readiness but accept only one connection."""
     limited = ["prlimit", "--nofile=100:100"]
     server = Server([repository], prefix=limited)
     try:

@@ -1,4 +1,6 @@
-"""Garbage on gRPC: an error for its sender, or a closed connection, and nothing for others."""
+"""Malformed gRPC traffic: its sender receives an error or is disconnected; others are not
+affected.
+"""
 
 import contextlib
 import random
@@ -27,14 +29,14 @@ _GRPC_BYTES = 64 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that sees one crime after the other."""
+    """Yield a server for a series of faults."""
     with serving(tmp_path_factory.mktemp("grpc-garbage")) as started:
         yield started
 
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """A server of two models that has answered already."""
+    """Yield a server of two models that has answered requests."""
     repositories.add(folder, "simple", "identity")
     with running(folder, *flags, grpc=True) as started:
         with Load(started), stub(started) as call:
@@ -43,7 +45,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
 
 
 def fine(stage: Scene) -> None:
-    """Others are served, over both listeners."""
+    """Check that other clients are served over both listeners."""
     with stub(stage.server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=_PATIENCE_S))
     assert_recovers(stage, time.monotonic())
@@ -94,7 +96,9 @@ def test_streams(server: Server, name: str) -> None:
 
 
 def test_messages_that_do_not_come_whole(server: Server) -> None:
-    """R15: a hundred calls that begin and go on byte by byte hold up nobody, and leave nothing."""
+    """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
+    state.
+    """
     begun = OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
         slow = [
@@ -114,7 +118,7 @@ _RESET = frame(3, 0, 0, bytes(4))
 
 
 def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]:
-    """A call that consists of its headers and `frames`, whatever their stream."""
+    """Return a function that encodes a call with its headers and `frames` for a stream."""
     every = (frame(1, flags, 0, post(path)), *frames)
 
     def make(stream: int) -> bytes:
@@ -141,7 +145,9 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
 @pytest.mark.parametrize("name", FLOODS)
 @pytest.mark.usefixtures("beginning")
 def test_floods(server: Server, name: str) -> None:
-    """However many calls somebody begins, nobody else is refused one, meanwhile or afterwards."""
+    """However many calls one client begins, no other client is rejected, during the flood or
+    afterwards.
+    """
     with scene(server, 2 * _GRPC_BYTES) as stage:
         with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
             with stub(server) as old:
@@ -184,7 +190,7 @@ def requests() -> Iterator[bytes]:
 
 
 def test_requests(server: Server) -> None:
-    """Each is refused, in few words that are meant for clients."""
+    """Each is rejected with a short message for clients."""
     with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         others = [channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
@@ -203,7 +209,7 @@ def test_requests(server: Server) -> None:
 
 
 def test_metadata(server: Server) -> None:
-    """More than anybody needs, and odd."""
+    """The metadata is too large or malformed."""
     odd: list[list[tuple[str, Any]]] = [
         [("x", "y" * 100_000)],
         [(f"x{number}", "y") for number in range(5000)],
@@ -223,7 +229,7 @@ def test_metadata(server: Server) -> None:
     [(b"99999999H", b"0"), (b"18446744073709551616n", b"0"), (b"0n", b"4"), (b"soon", b"13")],
 )
 def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
-    """Odd ones are refused, enormous ones are kept."""
+    """Malformed deadlines are rejected, and very long ones are accepted."""
     call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
     asked = frame(0, 1, 1, message(simple_request().SerializeToString()))
     with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
@@ -236,7 +242,7 @@ def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
 
 
 def test_bombs(server: Server) -> None:
-    """A message that inflates to a lot, again and again."""
+    """A message that inflates to a large size is sent repeatedly."""
     request = request_of("simple", np.zeros(64 << 20, np.uint8), "INT32")
     with scene(server, 3 * _GRPC_BYTES) as stage, stub(server) as call:
         for _ in range(3):
@@ -246,8 +252,9 @@ def test_bombs(server: Server) -> None:
 
 
 def test_streams_that_are_not_read(tmp_path: Path) -> None:
-    """A bounded number of requests is taken from who does not read the responses, until the server
-    has had enough of that."""
+    """The server reads a limited number of requests from a client that reads no responses, and
+    disconnects it after a while.
+    """
     large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
     taken = 0
@@ -276,7 +283,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
 
 
 def test_calls_that_are_given_up(server: Server) -> None:
-    """Hundreds of calls and streams that are begun and cancelled."""
+    """Hundreds of calls and streams are begun and cancelled."""
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
         for number in range(300):
             asked = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
@@ -286,6 +293,6 @@ def test_calls_that_are_given_up(server: Server) -> None:
 
 
 def test_after_all(server: Server, beginning: State) -> None:
-    """What each may have left has not added up."""
+    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

@@ -1,4 +1,6 @@
-"""Garbage on HTTP: an error for its sender, or a closed connection, and nothing for others."""
+"""Malformed HTTP traffic: its sender receives an error or is disconnected; others are not
+affected.
+"""
 
 import contextlib
 import http.client
@@ -21,7 +23,7 @@ HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def head(*lines: str) -> bytes:
-    """The head of an infer request with these lines."""
+    """Return the head of an infer request with these header lines."""
     return HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
 
 
@@ -67,7 +69,7 @@ def one(
     shape: bytes = b"[1,16]",
     rest: bytes = b'"data":[1]',
 ) -> bytes:
-    """A request with one input, of which one thing is wrong."""
+    """Return a request with one input, one part of which is malformed."""
     described = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, rest)
     return b'{"inputs":[{' + described + b"}]}"
 
@@ -119,7 +121,7 @@ REQUESTS: dict[str, tuple[str, bytes]] = {
 
 
 def assert_refused(connection: socket.socket) -> None:
-    """The answer is an error, or there is none and the connection is closed."""
+    """Check that the response is an error, or that the connection is closed without one."""
     try:
         status = read_reply(connection).status
     except (OSError, http.client.HTTPException):
@@ -160,7 +162,7 @@ def test_other_requests(server: Server, name: str) -> None:
 
 
 def test_every_truncation_of_a_request(server: Server) -> None:
-    """A body that ends after any number of bytes."""
+    """The body is truncated at every position."""
     with scene(server) as stage:
         for cut in range(0, len(REQUEST), 3):
             assert stage.http.infer("simple", REQUEST[:cut]).status in (400, 500)
@@ -168,7 +170,7 @@ def test_every_truncation_of_a_request(server: Server) -> None:
 
 
 def test_every_split_of_a_binary_request(server: Server) -> None:
-    """A header length that is off by any number of bytes."""
+    """The header length has every wrong value."""
     with scene(server) as stage:
         for size in range(1, len(REQUEST), 3):
             headers = {"Inference-Header-Content-Length": str(size)}
@@ -177,7 +179,7 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
 
 
 def test_connections_that_say_nothing(server: Server) -> None:
-    """200 connections that send nothing, or a byte, while others are served."""
+    """200 connections send no byte, or one, while other clients are served."""
     with scene(server) as stage:
         silent = [socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)]
         try:
@@ -200,7 +202,9 @@ def test_connections_that_say_nothing(server: Server) -> None:
     ids=["config", "nothing", "infer", "infer nothing"],
 )
 def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -> None:
-    """Requests one behind the other, as many as are taken: a bounded number is."""
+    """A client pipelines requests without reading responses; the server reads a limited number
+    of them.
+    """
     flood = request_bytes * (1 + 65536 // len(request_bytes))
     with scene(server) as stage, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -224,7 +228,7 @@ def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
 
 
 def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None:
-    """20 MB of JSON: while it is read, health and small requests are answered."""
+    """While 20 MB of JSON are parsed, health checks and small requests are answered."""
     server = serve("--gateways=1")
     values = np.arange(3_000_000, dtype=np.float32)
     wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
@@ -261,7 +265,7 @@ def test_metrics_port(server: Server) -> None:
 
 
 def fine(stage: Scene) -> None:
-    """The clients are served as if nothing happened, and so is whoever comes now."""
+    """Check that existing and new clients are served."""
     assert_recovers(stage, time.monotonic())
     with stage.server.http() as another:
         assert another.infer("simple", REQUEST).status == 200

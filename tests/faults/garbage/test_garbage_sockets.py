@@ -1,4 +1,4 @@
-"""Garbage on every ZeroMQ socket in the run directory: dropped, and nothing else happens."""
+"""Malformed data on every ZeroMQ socket in the run directory is dropped without further effects."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ FIELDS = {
 
 
 def frame(*items: Any) -> bytes:
-    """A frame of the protocol's version with these messages."""
+    """Return a frame of the current protocol version with these messages."""
     packed: bytes = msgpack.packb([frames.VERSION, *items])
     return packed
 
@@ -57,7 +57,7 @@ VALUES: tuple[Any, ...] = (None, -1, 2**63, 1.5, "x", b"x", [], {}, True, [[[]]]
 
 
 def wrong_types() -> Iterator[bytes]:
-    """Every message with fields of types and in numbers that it does not have."""
+    """Yield every message with fields of wrong types and in wrong numbers."""
     for tag in TAGS:
         for value in VALUES:
             yield frame([tag, *([value] * FIELDS[tag])])
@@ -93,7 +93,7 @@ def sockets(server: Server) -> list[Path]:
 
 @pytest.mark.parametrize("sent", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])
 def test_at_the_handover(server: Server, sent: bytes) -> None:
-    """Who is no server takes over nothing, and nobody is kept from that by it."""
+    """A client that is no server takes over nothing, and does not prevent a take-over."""
     with scene(server) as stage:
         for _ in range(2):
             until("it is as if nobody had come", lambda: said_to(server, sent), 5)
@@ -101,7 +101,9 @@ def test_at_the_handover(server: Server, sent: bytes) -> None:
 
 
 def said_to(server: Server, sent: bytes) -> bool:
-    """Send this in place of a server that was to take over; whether one could have."""
+    """Send bytes in the place of a successor server; return whether a successor could have
+    taken over.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(5)
         link.connect(str(server.run_dir / "handover"))
@@ -127,8 +129,9 @@ ENDINGS = (
     [*(OUR_OWN, None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc"), b"\xff" * 200],
 )
 def test_frames(server: Server, identity: bytes | None) -> None:
-    """A peer with the pid that it claims has its frames dropped one by one; any other is
-    disconnected within two seconds.
+    """Malformed frames of a peer with its own pid are dropped one by one.
+
+    Any other peer is disconnected within two seconds.
     """
     context = zmq.Context()
     dropped = server.metric("shmserve_malformed")
@@ -173,8 +176,8 @@ def test_other_kinds_of_sockets(server: Server, kind: int) -> None:
 
 
 def test_the_identity_of_another(server: Server) -> None:
-    """Who claims to be a process of the server that is connected already is not believed, and
-    takes nothing away.
+    """A peer with the identity of a connected process is rejected, and that process stays
+    connected.
     """
     context = zmq.Context()
     pids = [process.pid for process in server.tree()]
@@ -198,8 +201,10 @@ def ended(link: Dealer) -> bool:
 
 
 def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
-    """R24: models run foreign code, as the server's user; that code may connect to the server's own
-    sockets, but is not taken for a gateway or for a worker, whatever it calls itself.
+    """R24: models run foreign code as the server's user.
+
+    This code may connect to the server's internal sockets, but is not accepted as a gateway or a
+    worker under any identity.
     """
     with scene(server) as stage, SharedObject(4096) as made:
         stage.http.register("kept", made.key, 4096).ok()
@@ -221,7 +226,7 @@ def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
 
 
 def test_no_zeromq_at_all(server: Server) -> None:
-    """Plain bytes where a ZeroMQ greeting should be, half a greeting, and nothing at all."""
+    """Peers send plain bytes instead of a ZeroMQ greeting, half a greeting, or nothing."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     with scene(server) as stage, contextlib.ExitStack() as stack:
         for path in sockets(server):

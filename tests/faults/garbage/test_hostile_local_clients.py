@@ -1,4 +1,4 @@
-"""Programs that use the native listener and mean no good: what they do costs themselves alone."""
+"""Hostile programs at the native listener: only they are affected by their actions."""
 
 import contextlib
 import fcntl
@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def honest(stage: Scene) -> None:
-    """Somebody else comes in by the same listener, and is served."""
+    """Check that another local client can connect and is served."""
     with contextlib.closing(Guest(stage.server).hello()) as local_client:
         link = local_client.link("identity")
         link.send(submit((small(),)))
@@ -58,7 +58,7 @@ def honest(stage: Scene) -> None:
 
 
 def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
-    """Frames that are no messages end the link that they come over, after a few."""
+    """Send malformed frames on a link, which is closed after a few."""
     frames = list(garbage())
     while frames:
         link = local_client.link(
@@ -75,7 +75,7 @@ def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
 
 
 def no_zeromq(local_client: Guest, stage: Scene) -> None:
-    """Bytes that are no frames, and half of everything."""
+    """Send bytes that are no frames, and incomplete frames."""
     whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
     with contextlib.ExitStack() as stack:
         for endpoint in local_client.models.values():
@@ -89,7 +89,7 @@ def no_zeromq(local_client: Guest, stage: Scene) -> None:
 
 
 def a_handshake_without_end(local_client: Guest, stage: Scene) -> None:
-    """Nobody needs more than a few bytes to say who they are."""
+    """Send an endless handshake; a valid one needs only a few bytes."""
     endless = b"\x06" + (64 * MIB).to_bytes(8, "big") + bytes(MIB)
     with socket.socket(socket.AF_UNIX) as plain:
         plain.settimeout(10)
@@ -102,7 +102,7 @@ def a_handshake_without_end(local_client: Guest, stage: Scene) -> None:
 
 
 def never_read(local_client: Guest, stage: Scene) -> None:
-    """Who does not take its answers is not asked what else it wants."""
+    """Send requests without reading responses; the scheduler then stops reading."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(local_client.models["simple"].removeprefix("ipc://"))
     identity = f"{local_client.number}.{local_client.token}.deaf".encode()
@@ -116,7 +116,7 @@ def never_read(local_client: Guest, stage: Scene) -> None:
 
 
 def half_frames(local_client: Guest, stage: Scene) -> None:
-    """Large frames of which the end does not come, over many links at once."""
+    """Send large incomplete frames over many links at once."""
     links = [
         local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
         for n in range(12)
@@ -146,7 +146,7 @@ def a_frame_too_large(local_client: Guest, stage: Scene) -> None:
 
 
 def a_request_too_large(local_client: Guest, stage: Scene) -> None:
-    """What is large goes through shared memory: a queue full of requests has a size."""
+    """Send a request that is too large for a message; large tensors must be in shared memory."""
     link = local_client.link("identity")
     link.send(submit((TensorRef("INPUT0", "FP32", (MIB,), bytes(4 * MIB)),)))
     failed = answer(link)
@@ -163,7 +163,9 @@ def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
 
 
 def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
-    """Millions of messages, or of what is none: the others do not wait until all is read."""
+    """Send millions of messages, or invalid elements, in one frame; other clients are served
+    meanwhile.
+    """
     before = cpu_seconds(stage.server)["scheduler identity"]
     one = msgpack.packb(["Cancel", 1])
     many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
@@ -181,7 +183,7 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
 
 
 def slow_to_close(local_client: Guest, stage: Scene) -> None:
-    """Descriptors whose last one takes long to close, everywhere that descriptors can be sent."""
+    """Send descriptors that take long to close, wherever descriptors can be sent."""
     packed = [frames.pack([Acknowledged(1)]), b"\xff", b""]
     with contextlib.ExitStack() as stack:
         for words in packed:
@@ -208,7 +210,7 @@ LINGER_S = 10
 def send_what_lingers(
     stack: contextlib.ExitStack, link: socket.socket, words: bytes, count: int
 ) -> None:
-    """Who closes it last waits until its other end reads, or for so long."""
+    """Send a socket whose last close blocks until its peer reads, or until a timeout."""
     stack.callback(link.close)
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     lingering = socket.create_connection(listener.getsockname())
@@ -226,7 +228,7 @@ def send_what_lingers(
 
 
 def many_links(local_client: Guest, stage: Scene) -> None:
-    """A few links a local client, and none for who has no token."""
+    """Open more links than allowed, and links without a token."""
     mine = [
         local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
         for n in range(40)
@@ -242,7 +244,7 @@ def many_links(local_client: Guest, stage: Scene) -> None:
 
 
 def another_s_identity(local_client: Guest, stage: Scene) -> None:
-    """The name of a link is its first owner's."""
+    """Open a link with the identity of another link."""
     link = local_client.link("identity")
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
@@ -253,7 +255,7 @@ def another_s_identity(local_client: Guest, stage: Scene) -> None:
 
 
 def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
-    """Who has left by the listener has left: its links end, and it does not come back by a link."""
+    """Disconnect from the listener; all links are closed and cannot be opened again."""
     link = local_client.link("identity")
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
@@ -281,7 +283,7 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
 
 
 def odd_numbers(local_client: Guest, stage: Scene) -> None:
-    """Times, priorities and identifiers that nobody has."""
+    """Send extreme times, priorities and identifiers."""
     link = local_client.link("identity")
     work = pack_inference(Inference((small(),)))
     odd = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
@@ -299,7 +301,7 @@ def odd_numbers(local_client: Guest, stage: Scene) -> None:
 
 
 def release_what_is_others(local_client: Guest, stage: Scene) -> None:
-    """Memory that a worker holds for another reader stays as it is."""
+    """Release memory that a worker has lent to another reader; the memory stays allocated."""
     values = np.arange(300_000, dtype=np.float32)
     outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
     link = local_client.link("identity")
@@ -317,7 +319,7 @@ def release_what_is_others(local_client: Guest, stage: Scene) -> None:
 
 
 def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
-    """Shapes, names, datatypes and strings, each an error to its sender."""
+    """Send invalid shapes, names, datatypes and strings; each request fails."""
     link = local_client.link("identity")
     shapes: list[Any] = [
         (-1,),
@@ -358,7 +360,7 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
 
 
 def deep_messages(local_client: Guest, stage: Scene) -> None:
-    """Arrays in arrays, as a message, as work and in a parameter."""
+    """Send deeply nested arrays as a message, as a request and in a parameter."""
     deep = b"\x91" * 100_000 + b"\xc0"
     link = local_client.link("identity")
     link.send(m.Submit(1, deep, [], 0, 0, 0, 0))
@@ -369,7 +371,7 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
 
 
 def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
-    """Holes are punched into sealed memory while it is used: zeros, and nobody dies."""
+    """Punch holes into sealed memory during a request; the worker reads zeros and survives."""
     size = 256 * 1024
     link = local_client.link("identity")
     with memfd(2 * size) as fd:
@@ -385,8 +387,9 @@ def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
 
 
 def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
-    """Sealed against it, before it is shared or after: said to the local client, and no worker
-    dies."""
+    """Seal memory against writing, before or after it is shared; the client receives an error,
+    and no worker exits.
+    """
     link = local_client.link("identity")
     before = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
@@ -407,7 +410,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
 
 
 def many_memories(local_client: Guest, stage: Scene) -> None:
-    """There is a limit, it is said, and all is given back when the local client goes."""
+    """Share more memories than allowed; all are released when the local client disconnects."""
     refused = None
     with memfd(4096) as fd:
         for number in range(5000):
@@ -423,7 +426,9 @@ def many_memories(local_client: Guest, stage: Scene) -> None:
 
 
 def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
-    """More than were asked for, with messages that ask for none, and with garbage."""
+    """Send more descriptors than requested, with messages that need none, and with malformed
+    data.
+    """
     with memfd() as fd:
         for count in (0, 2, 4, 5, 50, 250):
             other = Guest(stage.server).hello()
@@ -434,7 +439,7 @@ def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
 
 
 def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
-    """Hundreds who say nothing keep nobody out."""
+    """Open hundreds of silent connections; other clients can still connect."""
     with contextlib.ExitStack() as stack:
         for _ in range(600):
             # A blocking socket waits for a place in the listen queue; a socket with a timeout would
@@ -486,7 +491,7 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
 
 
 def test_after_all_local_clients(server: Server, beginning: State) -> None:
-    """What each of them may have left has not added up."""
+    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, 0)
     assert "Traceback" not in server.log()
     assert len(server.log()) < 200_000, "garbage fills the log"

@@ -1,4 +1,4 @@
-"""Calls that wait for each other fail at once, and those of a lost client are cancelled."""
+"""Calls in a cycle fail at once, and calls of a disconnected client are cancelled."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,31 +187,41 @@ def is_busy(server: Server, model: str) -> bool:
     return server.metric("shmserve_instances", model=model, state="busy") == 1
 
 
-def test_two_requests_that_wait_for_each_other_end_at_a_deadline(
-    repository: Path, serve: Callable[..., Server]
+@pytest.mark.parametrize(
+    ("limits", "target", "chains"),
+    [
+        ("", "left", {"(left -> right -> left)", "(right -> left -> right)"}),
+        (LIMITED, "third", {"(left -> right -> third)", "(right -> third -> left -> right)"}),
+    ],
+    ids=["instances", "resources"],
+)
+def test_one_of_two_requests_that_wait_for_each_other_fails(
+    repository: Path, serve: Callable[..., Server], limits: str, target: str, chains: set[str]
 ) -> None:
-    """Each of them holds the only instance that the other one calls."""
+    """Each request occupies the only instance, or the resource, that the other one needs."""
     waits = WAITING + ENDS.replace(
         "            return resp", "            wait()\n            return resp"
     )
-    add(repository, "left", waits, "", "right")
-    add(repository, "right", waits, "", "left")
-    server = serve(repository)
+    add(repository, "left", waits, limits, "right")
+    add(repository, "right", waits, "", target)
+    add(repository, "third", LEAF.replace("        wait()\n", ""), LIMITED)
+    server = serve(repository, "--rate-limit=execution_count")
     body = {"inputs": [json_input("X", np.ones(1, np.int32))]}
 
-    def reply(model: str, **headers: str) -> Reply:
+    def reply(model: str) -> Reply:
         with server.http(timeout_s=20) as http:
-            return http.infer(model, body, headers)
+            return http.infer(model, body)
 
     with ThreadPoolExecutor(2) as people:
         with holding(server.gate):
-            first = people.submit(reply, "left", **{"X-Request-Timeout-Ms": "4000"})
-            second = people.submit(reply, "right")
+            replies = [people.submit(reply, name) for name in ("left", "right")]
             for name in ("left", "right"):
                 until(name, partial(is_busy, server, name))
-        assert first.result().status >= 500
-        assert second.result().status == 200
-    assert reply("left").status == reply("right").status == 200
+        failed, succeeded = sorted((each.result() for each in replies), key=lambda r: -r.status)
+    assert (failed.status, succeeded.status) == (500, 200)
+    assert "requests that wait for its callers" in failed.error
+    assert any(chain in failed.error for chain in chains)
+    assert reply("right").status == 200
 
 
 def test_a_call_after_the_hang_up_fails(

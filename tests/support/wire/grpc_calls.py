@@ -1,4 +1,4 @@
-"""Requests over gRPC as a client library would not send them, and what is answered."""
+"""gRPC requests that client libraries would not send, and their responses."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ B = np.full((1, 16), 3, np.int32)
 
 @contextlib.contextmanager
 def stub(server: Server, url: str = "") -> Iterator[Any]:
-    """Triton's own generated stub, on a channel of its own; `url`: the way there."""
+    """Yield the stub generated from Triton's protocol, on its own channel; `url` is the address."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(url or server.grpc_url, options) as channel:
         made = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -27,7 +27,7 @@ def stub(server: Server, url: str = "") -> Iterator[Any]:
 
 
 def simple_request(request_id: str = "", *, raw: bool = True, **members: Any) -> Any:
-    """A + B and A - B, please."""
+    """Return a request for A + B and A - B."""
     request = pb.ModelInferRequest(model_name="simple", id=request_id, **members)
     for name, array in (("INPUT0", A), ("INPUT1", B)):
         request.inputs.add(name=name, datatype="INT32", shape=array.shape)
@@ -51,13 +51,13 @@ def memory_range(tensor: Any, region: str, byte_size: int, offset: int = 0) -> N
 
 
 def is_right(response: Any) -> bool:
-    """Whether this is the answer to `simple_request`."""
+    """Return whether a response to `simple_request` is correct."""
     total, difference = (np.frombuffer(raw, np.int32) for raw in response.raw_output_contents)
     return bool((total == (A + B)[0]).all() and (difference == (A - B)[0]).all())
 
 
 def refusal(call: Any, request: Any, **options: Any) -> tuple[str, str]:
-    """The status and the text that a call is refused with."""
+    """Return the status and the text with which a call is rejected."""
     try:
         answer = call(request, timeout=20, **options)
     except grpc.RpcError as error:

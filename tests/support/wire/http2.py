@@ -1,4 +1,4 @@
-"""HTTP/2 as no client library would speak it: frames made by hand, and floods of them."""
+"""Hand-made HTTP/2 frames that client libraries would not send, and floods of them."""
 
 import contextlib
 import select
@@ -29,7 +29,7 @@ def window(stream: int, more: int) -> bytes:
 
 
 def block(*headers: tuple[bytes, bytes]) -> bytes:
-    """A block of literal headers, none of them remembered; each shorter than 127 bytes."""
+    """Return literal headers without indexing, each shorter than 127 bytes."""
     return b"".join(
         b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value for name, value in headers
     )
@@ -48,7 +48,7 @@ def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
 
 
 def message(data: bytes) -> bytes:
-    """A message of gRPC's, as it is in DATA frames."""
+    """Return a gRPC message as in DATA frames."""
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
@@ -57,10 +57,10 @@ OPENED = PREFACE + frame(SETTINGS, 0, 0)
 
 @contextlib.contextmanager
 def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
-    """Send `make(stream)` for one stream after the other while the block runs.
+    """Send `make(stream)` for successive streams during the with block.
 
-    It reads what it is sent, and acknowledges settings and pings, as an honest client does; when
-    the server ends the connection, it makes the next one.
+    Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
+    connection, the next one is opened.
     """
     over = threading.Event()
 
@@ -96,7 +96,7 @@ def _flood(sock: socket.socket, make: Callable[[int], bytes], over: threading.Ev
 
 
 def _acknowledge(data: bytes, to: bytearray) -> bytes:
-    """Answer the frames in `data` that want it; returns the half of one at its end."""
+    """Acknowledge the frames in `data` that require it; return the incomplete frame at its end."""
     at = 0
     while len(data) >= at + 9:
         end = at + 9 + int.from_bytes(data[at : at + 3], "big")

@@ -1,4 +1,4 @@
-"""The HTTP/2 engine with a record of what it made of a client's bytes, and of what it sent."""
+"""The HTTP/2 engine with a record of its events and of the frames that it sends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SIGN = b"stillon?"
 
 
 class Frame(NamedTuple):
-    """A frame, taken apart."""
+    """A decoded frame."""
 
     kind: int
     flags: int
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
 
 def frames_of(data: bytes) -> list[Frame]:
-    """The frames in these bytes, which end with one."""
+    """Return the frames in these bytes; the last one must be complete."""
     found = []
     at = 0
     while at < len(data):
@@ -69,16 +69,16 @@ class Request:
 
 
 class RequestFields(tuple[tuple[bytes, bytes], ...]):
-    """The fields of a request."""
+    """The header fields of a request."""
 
     @property
     def data_size(self) -> int:
-        """How many bytes of data it says that it has; -1: it does not."""
+        """Return the announced content length, or -1 without one."""
         return content_length(self)
 
 
 class Engine:
-    """One connection: `take` what a client sends, then look at what came of it."""
+    """One connection: pass a client's bytes to `take`, then inspect the result."""
 
     def __init__(
         self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
@@ -91,7 +91,7 @@ class Engine:
         self.flush()
 
     def take(self, data: bytes) -> Engine:
-        """These bytes, and all that is to be done with them."""
+        """Process these bytes completely."""
         self._take(data)
         while self.http2.pending:
             self._take(b"")
@@ -118,7 +118,7 @@ class Engine:
         self.flush()
 
     def flush(self) -> list[Frame]:
-        """What is to be sent, which is written now."""
+        """Write and return the pending frames."""
         ready, self.http2.sending.ready = self.http2.sending.ready, []
         fresh = frames_of(b"".join(ready))
         self.sent += fresh
@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def gone(self) -> FaultCode | None:
-        """Why the connection is over; None: it is not."""
+        """Return the error code of a closed connection, or None if it is open."""
         if not self.http2.closing:
             return None
         last = self.sent[-1]
@@ -145,7 +145,7 @@ class Engine:
         }
 
     def check_goes_on(self) -> None:
-        """The connection is as good as new: it answers a ping, and serves a request."""
+        """Check that the connection still works: it answers a ping and serves a request."""
         request = frame(HEADERS, END_HEADERS, _LATER, post("/later"))
         data = frame(DATA, END_STREAM, _LATER, b"later")
         self.take(frame(PING, 0, 0, _SIGN) + request + data)
@@ -158,10 +158,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Case:
-    """What a client sends behind its preface and SETTINGS, and what comes of it: the connection
-    `ends` with one of these codes, or these streams are reset; else nothing is wrong.
+    """The bytes of a client after its preface and SETTINGS, and the expected result.
 
-    `served`: the streams whose requests are whole, and their data.
+    The connection `ends` with one of these codes, or these streams are reset; otherwise there is no
+    error. `served` are the complete requests by stream, with their data.
     """
 
     section: str
@@ -176,7 +176,7 @@ class Case:
         return f"{self.section} {self.title}"
 
     def check(self, limits: Limits | None = None) -> None:
-        """Have the engine take it, at once and byte by byte."""
+        """Let the engine process the bytes, at once and byte by byte."""
         whole, cut = Engine(limits), Engine(limits)
         whole.take(self.before + self.sent)
         for byte in self.before + self.sent:

@@ -1,4 +1,4 @@
-"""A keep-alive HTTP connection that hides nothing: tests see what tritonclient smooths over."""
+"""A keep-alive HTTP connection that shows details which tritonclient hides."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DATATYPE = {dtype: name for name, dtype in _NUMPY.items()}
 
 @dataclass(frozen=True)
 class Reply:
-    """A response, whole. No error in any test says what is the server's own business (R7)."""
+    """A complete response. Its error must not contain internal details of the server (R7)."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -49,7 +49,7 @@ class Reply:
             assert _OURS.search(self.body) is None, self.body
 
     def json(self) -> Any:
-        """The body, which must be JSON."""
+        """Return the body, which must be JSON."""
         return json.loads(self.body)
 
     @property
@@ -60,13 +60,13 @@ class Reply:
         return str(answer["error"])
 
     def ok(self) -> Reply:
-        """Itself, if the status is 200."""
+        """Return the response after checking that its status is 200."""
         assert self.status == 200, (self.status, self.body)
         return self
 
     def tensors(self) -> dict[str, Any]:
-        """The outputs by name: numpy arrays, or lists of bytes for BYTES; those in regions are
-        None.
+        """Return the outputs by name: numpy arrays, lists of bytes for BYTES, None for outputs
+        in regions.
         """
         assert self.status == 200, (self.status, self.body)
         size = self.headers.get("Inference-Header-Content-Length")
@@ -104,12 +104,12 @@ def _from_json(output: Mapping[str, Any]) -> Any:
 
 
 def join_bytes(elements: Sequence[bytes]) -> bytes:
-    """BYTES on the wire: each element after its length, four bytes little-endian."""
+    """Return serialised BYTES: each element after its length in four bytes, little-endian."""
     return b"".join(len(element).to_bytes(4, "little") + element for element in elements)
 
 
 def split_bytes(raw: bytes) -> list[bytes]:
-    """The elements of a BYTES tensor on the wire."""
+    """Return the elements of a serialised BYTES tensor."""
     found = []
     while raw:
         size = int.from_bytes(raw[:4], "little")
@@ -119,7 +119,7 @@ def split_bytes(raw: bytes) -> list[bytes]:
 
 
 def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
-    """An input whose data is in the JSON."""
+    """Return an input whose data is in the JSON."""
     return {
         "name": name,
         "datatype": _DATATYPE[array.dtype],
@@ -149,8 +149,9 @@ def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
 def binary_request(
     inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
 ) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a request with binary tensors (name, datatype, shape, data); `members`
-    go into the JSON.
+    """Return the body and headers of a request with binary tensors (name, datatype, shape, data).
+
+    `members` are further members of the JSON object.
     """
     described = [
         {
@@ -167,20 +168,20 @@ def binary_request(
 
 
 class Http:
-    """One connection to a server, opened on first use and again after it was closed."""
+    """A connection to a server, opened at the first use and again after it was closed."""
 
     def __init__(self, port: int, timeout_s: float = 30.0) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
 
     @property
     def local_port(self) -> int:
-        """Our end's, once something was sent."""
+        """Return the client's port, after the first request."""
         return int(self._connection.sock.getsockname()[1])
 
     def call(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """Send a request and read the response; a dict or list body is sent as JSON."""
+        """Send a request and return the response; a dict or list body is sent as JSON."""
         if isinstance(body, dict | list):
             body = json.dumps(body).encode()
         try:
@@ -198,13 +199,13 @@ class Http:
         return self.call("POST", path, body, headers)
 
     def infer(self, model: str, request: Any, headers: Mapping[str, str] | None = None) -> Reply:
-        """POST to a model's infer; `model` may carry a version as NAME/versions/V."""
+        """Send an inference request; `model` may contain a version as NAME/versions/V."""
         return self.post(f"/v2/models/{model}/infer", request, headers)
 
     def infer_binary(
         self, model: str, inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
     ) -> Reply:
-        """Infer with binary inputs (name, datatype, shape, data)."""
+        """Send an inference request with binary inputs (name, datatype, shape, data)."""
         return self.infer(model, *binary_request(inputs, **members))
 
     def load(self, model: str, **parameters: Any) -> Reply:
@@ -233,7 +234,7 @@ class Http:
 
 
 class UnixHttp(Http):
-    """The same over a unix socket."""
+    """A connection over a Unix socket."""
 
     def __init__(self, path: Path, timeout_s: float = 30.0) -> None:
         self._connection = _UnixConnection(path, timeout_s)
@@ -256,13 +257,13 @@ class _UnixConnection(http.client.HTTPConnection):
 
 @contextlib.contextmanager
 def raw_connection(port: int, timeout_s: float = 30.0) -> Iterator[socket.socket]:
-    """A plain TCP connection, for requests that no client library would send."""
+    """Yield a plain TCP connection for requests that no client library would send."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         yield connection
 
 
 def read_reply(connection: socket.socket) -> Reply:
-    """The next response on a plain connection."""
+    """Return the next response on a plain connection."""
     with contextlib.closing(http.client.HTTPResponse(connection)) as response:
         response.begin()
         return Reply(response.status, response.headers, response.read())

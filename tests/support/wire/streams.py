@@ -1,4 +1,4 @@
-"""Streams of responses over gRPC, by tritonclient."""
+"""Streams of responses over gRPC, with tritonclient."""
 
 import queue
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ Told = queue.Queue[Any]
 
 @contextmanager
 def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, Told]]:
-    """A stream, and what comes over it: responses and errors."""
+    """Yield a stream, and the queue of its responses and errors."""
     told: Told = queue.Queue()
     with triton.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: told.put(error or result.get_response()))
@@ -29,8 +29,11 @@ def send_repeat(
     delay_ms: int = 0,
     model: str = "repeat",
 ) -> None:
-    """A request for these of the model "repeat", or of one like it, `delay_ms` apart, whose end is
-    told even if it comes alone."""
+    """Send a request to a model like "repeat", which sends each value as a response at intervals of
+    `delay_ms`.
+
+    The end of the request is reported even if it arrives without outputs.
+    """
     arrays = {
         "IN": np.array(values, np.int32),
         "DELAY": np.full(len(values), delay_ms, np.uint32),
@@ -44,7 +47,7 @@ def send_repeat(
 
 
 def ended(told: Told) -> int:
-    """The number of responses until the last one, which is the end alone."""
+    """Return the number of responses until the final one, which has no outputs."""
     for count in range(10_000):
         if told.get(timeout=30).parameters["triton_final_response"].bool_param:
             return count
@@ -52,7 +55,7 @@ def ended(told: Told) -> int:
 
 
 def failed(told: Told) -> str:
-    """The error that comes after any number of responses."""
+    """Return the error that ends the responses."""
     while not isinstance(found := told.get(timeout=30), triton.InferenceServerException):
         pass
     return str(found)

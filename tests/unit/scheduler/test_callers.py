@@ -10,6 +10,7 @@ from shmserve.ipc.messages.supervision import InstanceExpected
 from tests.rigs.scheduler_rig import Rig
 
 START = 1
+MS = 1_000_000
 
 
 def rig(instances: int = 1, **more: Any) -> Rig:
@@ -124,3 +125,51 @@ def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
         "deadlock: the call of model 'm' waits for resources of the rate limiter, which its "
         "callers hold (holder -> m)"
     ]
+
+
+def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
+    made = rig(2)
+    (_, first), (_, second) = made.begin(), made.begin()
+    callers = line(200, first, "other")
+    made.submit(callers=callers)
+    made.submit(5)  # requests of clients are not reported
+    made.pass_time(150 * MS)
+    assert not made.to_supervisor(control_requests.CallsWaiting)
+    made.pass_time(50 * MS)
+    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    occupied = [[100, first.requests[0].key], [101, second.requests[0].key]]
+    ((((key, shown),), instances),) = report.waits
+    assert (report.model, shown, instances) == ("m", callers, occupied)
+    assert made.wake_ns == made.now + 200 * MS
+    made.pass_time(200 * MS)
+    assert made.to_supervisor(control_requests.CallsWaiting) == [report]
+    chain = "other -> m -> other"
+    made.supervisor(control_requests.CallDeadlocked(key, chain))
+    assert failures(made) == [
+        f"deadlock: the call of model 'm' waits for requests that wait for its callers ({chain})"
+    ]
+    made.supervisor(control_requests.CallDeadlocked(key, chain))
+    made.pass_time(200 * MS)
+    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    assert report.waits == []
+    assert made.wake_ns > made.now + 1_000 * MS
+
+
+def test_a_call_in_a_sequence_is_reported_with_its_instance() -> None:
+    made = rig(2, sequences={})
+    _, batch = made.begin(correlation_id=5, flags=START)
+    made.submit(correlation_id=5, callers="200/1/other")
+    made.pass_time(200 * MS)
+    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    (((_, instances)),) = report.waits
+    assert instances == [[100, batch.requests[0].key]]
+
+
+def test_a_call_in_order_waits_for_each_instance() -> None:
+    made = rig(2, dynamic={"preserve_ordering": True})
+    for _ in range(2):
+        made.begin()
+    made.submit(callers="200/1/other")
+    made.pass_time(200 * MS)
+    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    assert [[pid for pid, _ in instances] for _, instances in report.waits] == [[100], [101]]

@@ -1,0 +1,172 @@
+"""The detection of deadlocks among the calls of several requests (no I/O).
+
+A scheduler detects at once that a call waits for its own callers. It cannot detect a deadlock over
+several chains of callers: request 1 runs in model A and calls B, while request 2 runs in model B
+and calls A. Schedulers therefore report calls that have waited for long, at intervals, with the
+executions that occupy the instances.
+
+The reports form an AND-OR wait-for graph. An execution is stuck if any call that it waits for is
+stuck. A call is stuck if every instance that may run it is occupied by a stuck execution, or needs
+resources of the rate limiter that stuck executions hold. The largest such set is in deadlock.
+
+Reports are not simultaneous. A deadlock lasts, so a call fails only if the deadlock is still found
+after every scheduler in it has reported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shmserve.ipc.messages.control_requests import CallDeadlocked, CallsWaiting
+from shmserve.ipc.messages.inference import Caller
+from shmserve.supervisor.processes.control_socket import Address
+
+_VALIDITY_NS = 5_000_000_000  # the validity of a report; schedulers report five times a second
+
+_Execution = tuple[int, int]  # the process of an instance, and the key of one request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """Calls that wait for the same instances.
+
+    Attributes:
+        scheduler: The scheduler of the called model.
+        model: The name of the called model.
+        calls: The callers of each call, the first caller first, by the key of the call.
+        instances: The process of each instance, and the executions that occupy the instance.
+    """
+
+    scheduler: Address
+    model: str
+    calls: dict[int, list[Caller]]
+    instances: list[tuple[int, set[_Execution]]]
+
+    def callers(self) -> set[_Execution]:
+        """Return the executions that wait for one of the calls."""
+        return {(each.pid, each.key) for callers in self.calls.values() for each in callers}
+
+
+@dataclass(slots=True)
+class _Report:
+    received_ns: int
+    waits: list[_Wait]
+
+
+class _Suspicion(NamedTuple):
+    key: int
+    unconfirmed: set[Address]  # the schedulers that have not reported since
+
+
+class CallWaits:
+    """The calls that wait, as reported by all schedulers.
+
+    Args:
+        holders: Returns which of the given processes hold resources that a scheduler's model needs;
+            none if an instance could run while they hold them.
+    """
+
+    def __init__(self, holders: Callable[[Address, set[int]], set[int]]) -> None:
+        self._holders = holders
+        self._reports: dict[Address, _Report] = {}
+        self._suspicions: dict[Address, _Suspicion] = {}
+
+    def report(
+        self, scheduler: Address, message: CallsWaiting, now_ns: int
+    ) -> CallDeadlocked | None:
+        """Replace the report of a scheduler.
+
+        Returns:
+            The call of this scheduler that must fail to end a deadlock, if there is one.
+        """
+        waits = [
+            _Wait(
+                scheduler,
+                message.model,
+                {key: Caller.read(callers) for key, callers in calls},
+                [(pid, {(pid, key) for key in keys}) for pid, *keys in instances],
+            )
+            for calls, instances in message.waits
+        ]
+        self._reports[scheduler] = _Report(now_ns, waits)
+        for address, report in list(self._reports.items()):
+            if now_ns - report.received_ns > _VALIDITY_NS:
+                del self._reports[address]
+                self._suspicions.pop(address, None)
+        for suspicion in self._suspicions.values():
+            suspicion.unconfirmed.discard(scheduler)
+        stuck = self._stuck()
+        found = self._deadlock(scheduler, stuck)
+        suspicion_before = self._suspicions.pop(scheduler, None)
+        if found is None:
+            return None
+        unconfirmed = {each.scheduler for each in stuck} - {scheduler}
+        if suspicion_before is not None and suspicion_before.key == found.key:
+            unconfirmed &= suspicion_before.unconfirmed
+        if unconfirmed:
+            self._suspicions[scheduler] = _Suspicion(found.key, unconfirmed)
+        else:
+            for wait in waits:
+                wait.calls.pop(found.key, None)
+            return found
+        return None
+
+    def _stuck(self) -> list[_Wait]:
+        """Return the largest set of waits that only wait for each other."""
+        stuck: list[_Wait] = []
+        remaining = [each for report in self._reports.values() for each in report.waits]
+        while len(stuck) != len(remaining):
+            stuck = remaining
+            executions = {each for wait in stuck for each in wait.callers()}
+            pids = {pid for pid, _ in executions}
+            remaining = [each for each in stuck if self._is_stuck(each, executions, pids)]
+        return stuck
+
+    def _is_stuck(self, wait: _Wait, executions: set[_Execution], pids: set[int]) -> bool:
+        return bool(wait.instances) and all(
+            not occupants.isdisjoint(executions) or self._holders(wait.scheduler, pids)
+            for _, occupants in wait.instances
+        )
+
+    def _deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
+        """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
+        for start in (each for each in stuck if each.scheduler == scheduler):
+            paths, seen = [(start, [start.model])], {id(start)}
+            for wait, models in paths:  # grows: a breadth-first search
+                held = self._awaited(wait, stuck)
+                own = _call_of(held, start)
+                if own is not None:
+                    chain = [each.model for each in start.calls[own.key]] + models
+                    return CallDeadlocked(own.key, " -> ".join(chain))
+                for successor in stuck:
+                    call = _call_of(held, successor)
+                    if call is None or id(successor) in seen:
+                        continue
+                    seen.add(id(successor))
+                    # A caller that only holds resources is not the model that was called.
+                    caller = [] if call.caller == wait.model else [call.caller]
+                    paths.append((successor, [*models, *caller, successor.model]))
+        return None
+
+    def _awaited(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
+        """Return the executions that must end before a call of this wait can run."""
+        executions = {each for other in stuck for each in other.callers()}
+        holders = self._holders(wait.scheduler, {pid for pid, _ in executions})
+        occupants = {each for _, occupying in wait.instances for each in occupying}
+        return occupants | {each for each in executions if each[0] in holders}
+
+
+class _Call(NamedTuple):
+    key: int
+    caller: str  # the model of the execution that waits for the call
+
+
+def _call_of(executions: set[_Execution], wait: _Wait) -> _Call | None:
+    """Return the oldest call that one of these executions waits for."""
+    for key, callers in wait.calls.items():
+        for each in callers:
+            if (each.pid, each.key) in executions:
+                return _Call(key, each.model)
+    return None

@@ -1,0 +1,145 @@
+"""Random models that call each other: every deadlock ends, and only calls in a deadlock fail."""
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from shmserve.ipc.messages.control_requests import CallsWaiting
+from shmserve.ipc.messages.inference import Caller, Execute, Failed
+from shmserve.supervisor.resources.call_waits import CallWaits
+from tests.rigs.scheduler_rig import Rig
+
+MS = 1_000_000
+ROOTS = 12
+
+Number = tuple[int, int]  # of a request: its model, and its number there
+
+
+class Execution:
+    """A request in an instance of a model, which makes the calls of its plan in turn."""
+
+    def __init__(self, model: int, peer: bytes, batch: Execute) -> None:
+        self.model, self.peer, self.batch = model, peer, batch
+        self.plan: list[Any] = []
+        self.number = model, int(batch.requests[0].data[0][1:])
+        work = batch.requests[0]
+        line = Caller(int(peer.partition(b".")[2]), work.key, f"m{model}").line
+        self.callers = f"{work.callers}\n{line}"
+        self.call: Number | None = None  # the call that it waits for
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rigs = [Rig(max_batch_size=1) for _ in range(self.random.randint(2, 4))]
+        for model, rig in enumerate(self.rigs):
+            for index in range(self.random.choice([1, 1, 1, 2])):
+                rig.start(index, 100 * (model + 1) + index)
+        self.waits = CallWaits(lambda *_: set())
+        self.running: list[Execution] = []
+        self.plans: dict[Number, list[Any]] = {}
+        self.reports: deque[tuple[int, CallsWaiting]] = deque()
+        self.failed: list[Number] = []
+        self.roots = self.open = self.ended = 0
+
+    def plan(self, depth: int = 3) -> list[Any]:
+        """The models that a request calls, each with the plan of that call."""
+        calls = range(self.random.randint(0, 2) if depth else 0)
+        return [(self.random.randrange(len(self.rigs)), self.plan(depth - 1)) for _ in calls]
+
+    def submit(self, model: int, plan: list[Any], callers: str = "") -> Number:
+        number = model, self.rigs[model].submit(callers=callers)[0]
+        self.plans[number] = plan
+        self.open += 1
+        return number
+
+    def collect(self) -> None:
+        """Take what the schedulers have sent."""
+        for model, rig in enumerate(self.rigs):
+            for peer, batch in rig.executes():
+                made = Execution(model, peer, batch)
+                made.plan = list(self.plans[made.number])
+                self.running.append(made)
+            for answer in rig.answers():
+                self.open -= 1
+                self.answered((model, answer.id), isinstance(answer, Failed))
+            self.reports += [(model, each) for each in rig.to_supervisor(CallsWaiting)]
+
+    def answered(self, number: Number, failed: bool) -> None:
+        if failed:
+            self.failed.append(number)
+        for each in self.running:
+            if each.call == number:
+                each.call = None
+                each.plan = [] if failed else each.plan
+
+    def step(self) -> None:
+        """Have one execution go on, or time pass, or a report arrive."""
+        self.collect()
+        idle = [each for each in self.running if each.call is None]
+        if self.roots < ROOTS and self.random.random() < 0.3:
+            self.roots += 1
+            self.submit(self.random.randrange(len(self.rigs)), self.plan())
+        elif idle and self.random.random() < 0.7:
+            chosen = self.random.choice(idle)
+            if chosen.plan:
+                (model, plan), *chosen.plan = chosen.plan
+                chosen.call = self.submit(model, plan, chosen.callers)
+            else:
+                self.running.remove(chosen)
+                self.rigs[chosen.model].finish(chosen.peer, chosen.batch)
+        elif self.reports and self.random.random() < 0.5:
+            self.deliver(*self.reports.popleft())
+        else:
+            for rig in self.rigs:
+                rig.pass_time(20 * MS)
+
+    def deliver(self, model: int, report: CallsWaiting) -> None:
+        found = self.waits.report(model, report, self.rigs[0].now)
+        self.collect()
+        if found is not None:
+            deadlocked, failures = self.deadlocked(), len(self.failed)
+            self.rigs[model].supervisor(found)
+            self.collect()
+            assert len(self.failed) == failures + 1
+            assert self.failed[-1] in deadlocked, "the call could have gone on"
+            self.ended += 1
+
+    def deadlocked(self) -> set[Number]:
+        """The calls that wait for ever, in the true state of all schedulers."""
+        by_number = {each.number: each for each in self.running}
+        stuck = {each.number for each in self.running if each.call is not None}
+        size = -1
+        while size != len(stuck):
+            size = len(stuck)
+            for each in self.running:
+                if each.call is None:
+                    continue
+                if each.call in by_number:
+                    goes_on = each.call not in stuck
+                else:
+                    occupants = [o.number for o in self.running if o.model == each.call[0]]
+                    goes_on = not stuck.issuperset(occupants)
+                if goes_on:
+                    stuck.discard(each.number)
+        return {each.call for each in self.running if each.call and each.number in stuck}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_calls_all_end_and_only_those_in_a_deadlock_fail(seed: int) -> None:
+    world = World(seed)
+    for _ in range(20_000):
+        world.step()
+        if world.roots == ROOTS and not world.open:
+            break
+    assert not world.open and not world.running
+
+
+def test_the_random_calls_have_deadlocks() -> None:
+    worlds = [World(seed) for seed in range(40)]
+    for world in worlds:
+        for _ in range(1_500):
+            world.step()
+    assert sum(world.ended for world in worlds) >= 20
