@@ -1,4 +1,4 @@
-"""Clients of ensembles, as users write them."""
+"""Clients of ensembles, like those of users."""
 
 import queue
 from typing import Any
@@ -11,7 +11,7 @@ from tests.support.servers import Server
 
 
 def floats(*values: float) -> np.ndarray:
-    """An FP32 array."""
+    """Return an FP32 array."""
     return np.array(values, np.float32)
 
 
@@ -33,7 +33,7 @@ def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferRe
 
 
 def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[float]]:
-    """The first elements of OUT of each response over a gRPC stream."""
+    """Return the first elements of OUT of each response on a gRPC stream."""
     responses: queue.Queue[Any] = queue.Queue()
     client = triton_grpc.InferenceServerClient(server.grpc_url)
     client.start_stream(lambda result, error: responses.put(error or result))

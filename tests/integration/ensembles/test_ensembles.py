@@ -1,4 +1,4 @@
-"""Ensembles as their users call them, rule by rule (section 3.7)."""
+"""Ensembles from the view of clients, rule by rule (section 3.7)."""
 
 import ast
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
 
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
 def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
-    """Section 3.7: small tensors travel inside messages, large ones lie where they were written."""
+    """Section 3.7: small tensors are in messages; large ones are read where they were written."""
     given = np.arange(2 * size, dtype=np.float32).reshape(2, size)
     assert (infer(server, "two", IN=given).as_numpy("OUT") == (given + 1) * 2).all()
 
@@ -54,7 +54,7 @@ def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
 
 
 def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> None:
-    """And is what it was for whoever reads it, under both its names, however many do at once."""
+    """Readers of both names see the original values, also with concurrent requests."""
 
     client = triton.InferenceServerClient(server.url, concurrency=6)
 
@@ -92,7 +92,7 @@ def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
 
 
 def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
-    """Section 3.7: a leading 1 between models that batch and models that do not."""
+    """Section 3.7: a leading 1 is added or removed between models with and without batching."""
     assert outputs(server, "into_batch", IN=floats(1, 2)) == {"OUT": [4, 6]}
     assert outputs(server, "out_of_batch", IN=floats(1, 2)[None]) == {"OUT": [[3, 4]]}
 
@@ -119,7 +119,10 @@ def test_an_optional_input_of_the_ensemble(server: Server) -> None:
 
 
 def test_a_step_with_a_condition(server: Server) -> None:
-    """All false: it is skipped, and so is what depends on it; the rest is there."""
+    """If the condition is false in all rows, the step and its dependents are skipped.
+
+    Other outputs are returned.
+    """
     assert outputs(server, "conditional", IN=floats(-1, -2)) == {"ALWAYS": [0, -1]}
     assert outputs(server, "conditional", IN=floats(-1, 2)) == {
         "SOMETIMES": [1, 4],
@@ -133,7 +136,7 @@ def test_a_condition_that_the_client_sends(server: Server, run: bool, expected: 
 
 
 def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
-    """No scheduler reads what a client may cut short."""
+    """Schedulers do not read memory that a client may truncate."""
     with SharedObject(4096) as made, server.http() as http:
         http.register("condition", made.key, 4096).ok()
         given = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
@@ -150,7 +153,7 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
 
 
 def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
-    """Section 3.7: once by each."""
+    """Section 3.7: each ensemble adds its name once."""
     text = error(server, "outer_fails", IN=floats(1))
     assert text.startswith(
         "in ensemble 'outer_fails', in ensemble 'fails', Failed to process the request(s) for "
@@ -193,20 +196,23 @@ def test_what_a_request_says_is_forwarded_to_every_step(server: Server) -> None:
 
 
 def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None:
-    """Section 3.7: a step runs once for each iteration."""
+    """Section 3.7: the next step runs once for each response."""
     assert stream(server, "counts", IN=floats(3)) == [[0], [1], [2]]
     assert sorted(stream(server, "counts_then", IN=floats(3))) == [[1], [2], [3]]
     assert stream(server, "counts_then", IN=floats(0)) == []
 
 
 def test_a_stream_meets_what_there_is_one_of(server: Server) -> None:
-    """Beyond Triton, which refuses to load such a graph."""
+    """A step reads a decoupled tensor and one that exists once per request.
+
+    Triton rejects such a graph.
+    """
     assert sorted(stream(server, "counts_meets", IN=floats(3))) == [[3], [4], [5]]
 
 
 @pytest.mark.parametrize("model", ["counts_large", "counts_limited"])
 def test_many_large_responses(server: Server, model: str) -> None:
-    """Section 3.7, max_inflight_requests: more than any arena could hold at once."""
+    """Section 3.7, max_inflight_requests: the responses together exceed any arena."""
     got = stream(server, model, IN=floats(300))
     assert sorted(got) == [[i + 1, i + 1] for i in range(300)]
 
@@ -243,7 +249,9 @@ def test_a_local_client(server: Server) -> None:
 
 
 def test_statistics_are_sums_of_steps(server: Server) -> None:
-    """Section 3.7 and section 5: compute times are the steps' together, an execution a request."""
+    """Section 3.7 and section 5: compute times are the sums of the steps; each request is one
+    execution.
+    """
     client = triton.InferenceServerClient(server.url)
 
     def stats(model: str) -> Any:

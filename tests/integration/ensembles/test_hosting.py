@@ -1,4 +1,4 @@
-"""Where the steps of ensembles are scheduled: beside their ensemble, from load to unload."""
+"""The processes that schedule the steps of ensembles, from load to unload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 20.0
 
 
 def fill(repository: Path) -> None:
-    """a -> b: "first"; b -> c: "second"; c -> d: "third"; and "alone"."""
+    """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
         add_model(repository, name, ONE)
     for name, begins, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
@@ -37,7 +37,7 @@ def schedulers(server: Server) -> list[str]:
 
 
 class Asking:
-    """Programs that ask models without a pause, by HTTP and by memory, and what went wrong."""
+    """Clients that send requests continuously over HTTP and shared memory, and their errors."""
 
     def __init__(self, server: Server, *models: str) -> None:
         self._server = server

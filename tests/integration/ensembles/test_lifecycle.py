@@ -1,4 +1,4 @@
-"""Ensembles and the models they need: loaded together, unloaded in order, ready when all are."""
+"""Ensembles and their step models: loaded together, unloaded in order, ready when all are ready."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +50,10 @@ def ask(http: Http, model: str) -> Any:
 
 
 def test_its_models_are_loaded_with_it_and_unloaded_with_them(http: Http) -> None:
-    """Section 1.8: loading an ensemble loads what it needs, unloading that unloads the ensemble,
-    and loading it again brings it back."""
+    """Section 1.8: loading an ensemble loads its step models.
+
+    Unloading a step model unloads the ensemble, and loading the model again restores it.
+    """
     http.load("outer").ok()
     assert states(http) == dict.fromkeys(ALL, "READY")
     assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
@@ -66,8 +68,10 @@ def test_its_models_are_loaded_with_it_and_unloaded_with_them(http: Http) -> Non
 
 
 def test_unload_dependents(http: Http) -> None:
-    """Section 1.8: without it the composing models stay, with it those go that were loaded for the
-    ensemble alone."""
+    """Section 1.8: without `unload_dependents` the step models stay loaded.
+
+    With it, models that were loaded only for the ensemble are unloaded.
+    """
     http.load("other").ok()
     http.load("inner").ok()
     http.unload("inner").ok()
@@ -80,8 +84,9 @@ def test_unload_dependents(http: Http) -> None:
 
 
 def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
-    """A step's model that is loaded again: the ensemble goes on with it, or, where it does not fit
-    any more, serves no more."""
+    """After a step's model is reloaded, the ensemble uses it, or is unavailable if it no longer
+    fits.
+    """
     http.load("inner").ok()
     code = repository / "add" / "1" / "model.py"
     code.write_text(code.read_text().replace("+ 1", "+ 10"))
@@ -123,7 +128,9 @@ def test_what_cannot_be_loaded(http: Http, repository: Path) -> None:
 def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
     tmp_path: Path,
 ) -> None:
-    """The next step and the call come after its begin, also those of an ensemble's steps."""
+    """The next steps and the calls begin after the drain has begun, including those of nested
+    ensembles.
+    """
     add_model(tmp_path, "add", ADD)
     add_model(tmp_path, "slow", f"wait()\n{ADD}")
     add_model(tmp_path, "caller", CALL)

@@ -1,4 +1,4 @@
-"""The example with real weights; skipped where these are not installed."""
+"""The example with real weights; skipped if these are not installed."""
 
 import importlib.util
 import subprocess
@@ -14,7 +14,7 @@ from tests.support.servers import ROOT
     reason="needs what `make classifier` installs",
 )
 def test_the_text_classifier() -> None:
-    """Right labels, and the embeddings of the reference implementation."""
+    """Checks the labels, and compares the embeddings with those of the reference implementation."""
     demo = ROOT / "examples" / "text_classifier" / "demo.py"
     command = [sys.executable, str(demo), "--requests=5"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

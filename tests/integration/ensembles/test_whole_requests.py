@@ -1,5 +1,6 @@
-"""What holds for a request of an ensemble as a whole, over all the processes that work on it: its
-time, its cancellation, its limits, and what its steps say of a sequence (section 3.7).
+"""Properties of an ensemble's request across all of its processes (section 3.7).
+
+These are its timeout, its cancellation, its limits, and the sequence parameters of its steps.
 """
 
 import ast
@@ -121,8 +122,9 @@ def _gated(repository: Path) -> None:
 def test_what_a_step_says_of_its_sequence_holds_behind_it(
     server: Server, model: str, told: list[Any]
 ) -> None:
-    """Section 3.7: its `sequence_*` parameters go over the request's flags for every step behind
-    it, and are in the response."""
+    """Section 3.7: the `sequence_*` parameters of a step's response override the request's
+    flags for all later steps, and are part of the response.
+    """
     said, parameters = ask_sequence(server, model)
     assert said == told
     assert parameters == {
@@ -139,7 +141,9 @@ def test_what_a_step_says_of_its_sequence_is_nothing_to_those_beside_it(server: 
 
 
 def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
-    """What the last step is told of a request that begins sequence 7; the response's parameters."""
+    """Begin sequence 7; return the fields that the last step received, and the response's
+    parameters.
+    """
     request = {
         "parameters": {"sequence_id": 7, "sequence_start": True},
         "inputs": [json_input("IN", floats(1))],
@@ -153,7 +157,7 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
 
 
 def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestPool) -> None:
-    """The client is told at once, and the step's model never sees the request."""
+    """The client receives the error at once, and the step's model never receives the request."""
     first = pool.number("waits", 1)
     visit = server.gate.next()
     late = pool.number("waits", 2, deadline_us=300_000).result()
@@ -167,7 +171,7 @@ def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestP
 
 
 def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) -> None:
-    """Its client is told at once; what the step returns then is nobody's."""
+    """The client receives the error at once, and the later result of the step is discarded."""
     late = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
     told = late.result()
@@ -182,7 +186,7 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
 
 
 def test_a_client_that_leaves_cancels_the_step_under_way(server: Server) -> None:
-    """The step's model sees it, and no step runs after it."""
+    """The step's model detects the cancellation, and no later step runs."""
     with hanging_up(server, "watched", floats(1)) as leave:
         server.wait_log("it runs")
         leave()
@@ -200,7 +204,7 @@ def cancelled(server: Server, model: str) -> float:
 
 @contextlib.contextmanager
 def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
-    """A request whose client hangs up when the yielded function is called."""
+    """Yield a function that disconnects the client of a request."""
     body = json.dumps({"inputs": [json_input("IN", given)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
@@ -214,8 +218,9 @@ def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("model", "most"), [("limited", 2), ("unlimited", 3)])
 def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, most: int) -> None:
-    """Section 3.7, max_inflight_requests: a step has only so many, of all requests of the
-    ensemble together, behind a step that gives any number of responses, too."""
+    """Section 3.7, max_inflight_requests: limits the concurrent requests of a step for all
+    requests of the ensemble together, also after a decoupled step.
+    """
     with ThreadPoolExecutor() as pool:
         got = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
         visits = [server.gate.next() for _ in range(most)]

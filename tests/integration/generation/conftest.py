@@ -1,4 +1,4 @@
-"""One server with models that generate text, and what transformers says they are to say."""
+"""A server with models that generate text, and the expected texts by transformers."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def write_folder(path: Path) -> Path:
 
 
 def add_model(repository: Path, name: str, engine: str = "") -> None:
-    """A tiny model with these engine settings, and no configuration."""
+    """Add a tiny model with these engine settings, and without a configuration."""
     write_folder(repository / name / "1")
     if engine:
         (repository / name / "engine.yaml").write_text(engine)
@@ -64,7 +64,7 @@ def add_model(repository: Path, name: str, engine: str = "") -> None:
 
 @pytest.fixture(scope="session")
 def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of MODELS and of an embedder; it must be left as it was."""
+    """Yield a server of MODELS and of an embedder; tests must restore its state."""
     repository = tmp_path_factory.mktemp("generative") / "models"
     repository.mkdir()
     for name, engine in MODELS.items():
@@ -76,20 +76,20 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(generative: Server) -> Iterator[openai.OpenAI]:
-    """The client of OpenAI's interface."""
+    """Yield the client of OpenAI's API."""
     with client_of(generative) as made:
         yield made
 
 
 def client_of(server: Server) -> openai.OpenAI:
-    """A client that tries nothing again."""
+    """Return a client without retries."""
     url = f"http://{server.url}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The tokenizer of the same folder by transformers."""
+    """Return transformers' tokenizer of the same folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(write_folder(tmp_path_factory.mktemp("tokens") / "model"))
@@ -97,7 +97,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """The same model by transformers: the tokens behind a prompt, and what they decode to."""
+    """Return a function for transformers' continuation of a prompt: tokens, and their decoded
+    text.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +119,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.fixture(scope="session")
 def greedy(oracle: Oracle) -> Greedy:
-    """The tokens behind a prompt, the likeliest each time."""
+    """Return a function for the greedy continuation of a prompt."""
 
     @functools.cache
     def tokens(prompt: str, count: int) -> list[int]:
@@ -129,7 +131,7 @@ def greedy(oracle: Oracle) -> Greedy:
 
 @pytest.fixture(scope="session")
 def beams(oracle: Oracle) -> Beams:
-    """The texts that a beam search of so many beams finds behind a prompt, best first."""
+    """Return a function for the texts of a beam search, best first."""
 
     def texts(prompt: str, count: int, width: int) -> list[str]:
         found = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)

@@ -1,6 +1,6 @@
-"""Programs of real clients, each as small as can be: chats with tools, and the Responses API.
+"""Minimal programs with real clients: chats with tools, and the Responses API.
 
-`make clients` gets those that are not here; without it their tests are skipped, and say so.
+`make clients` installs missing clients; without them, their tests are skipped with this hint.
 """
 
 import shutil
@@ -31,7 +31,9 @@ QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """OpenAI's API of two models that call a tool, one of which says something before."""
+    """Yield the URL of two models that call a tool, one of which generates a text before the
+    call.
+    """
     repository = tmp_path_factory.mktemp("scripted") / "models"
     write_scripted(repository / "scripted" / "1", {CALLED: CALL, ANSWERS: ANSWER})
     write_scripted(repository / "direct" / "1", {CALLED: (*CALL[:5], *CALL[6:])})

@@ -1,4 +1,6 @@
-"""Text through every door: OpenAI's client, generate, gRPC's streams, the native client."""
+"""Text generation over every protocol: OpenAI's client, generate, gRPC streams, the native
+client.
+"""
 
 import json
 import queue
@@ -34,7 +36,7 @@ COUNT = 12
 
 
 def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> list[int]:
-    """The tokens that a model generates, by the native client's iterator."""
+    """Return the tokens that a model generates, by the native client's iterator."""
     settings = {"max_tokens": COUNT, "temperature": 0, "stream": True, **parameters}
     given = {
         "text_input": np.array([prompt.encode()], np.object_),
@@ -65,7 +67,7 @@ def test_side_by_side_the_tokens_are_those_of_transformers(
 
 
 def too_long(server: Server) -> None:
-    """A request that can never run is refused."""
+    """Send a request that can never run; it is rejected."""
     with client_of(server) as client, pytest.raises(openai.BadRequestError, match="limit of 80"):
         client.completions.create(model="tight", prompt=[5] * 80)
 
@@ -78,7 +80,7 @@ def closed(server: Server) -> None:
 
 
 def vanished(server: Server) -> None:
-    """A client goes away with its connection."""
+    """Disconnect a client during a request."""
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     with socket.create_connection(("127.0.0.1", server.http_port)) as connection:
@@ -87,7 +89,7 @@ def vanished(server: Server) -> None:
 
 
 def killed(server: Server) -> None:
-    """A program is killed in the middle of a request."""
+    """Kill a program during a request."""
     code = (
         "import numpy as np, sys; from shmserve import client\n"
         "given = {'text_input': np.array([b'a'], object), 'stream': np.array([True])}\n"

@@ -1,4 +1,4 @@
-"""Log probabilities through every door: of answers, and of prompts as evaluations want them."""
+"""Log probabilities over every protocol: of generated tokens, and of prompts for evaluations."""
 
 import json
 import queue
@@ -28,7 +28,7 @@ def tokens() -> list[int]:
 
 @pytest.fixture(scope="session")
 def scores(oracle: Oracle) -> Scores:
-    """The log probabilities behind each token, by transformers."""
+    """Return a function for transformers' log probabilities after each token."""
     import torch
 
     model = oracle.model  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def test_a_completion_with_its_prompt(
 def test_an_evaluation_finds_what_transformers_finds(
     client: openai.OpenAI, scores: Scores, tokens: list[int]
 ) -> None:
-    """The requests of `local-completions` of lm-eval, and what it makes of the responses."""
+    """Sends the requests of lm-eval's `local-completions`, and evaluates the responses like it."""
     continuations = [tokens[:4], tokens[2:7], tokens[:1]]
     prompts = [[*tokens, *each] for each in continuations]
     found = client.completions.create(

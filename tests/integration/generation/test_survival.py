@@ -1,5 +1,4 @@
-"""Generation where workers and schedulers die: a client sees a pause, and the tokens that it would
-have had."""
+"""Text generation while workers and schedulers die: clients see a pause, but the same tokens."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,13 +22,13 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A server of one model, whose processes are killed."""
+    """Start a server of one model, whose processes are killed."""
     add_model(models, "tiny")
     return start(models)
 
 
 def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]:
-    """The text of each sample; a process is killed once some of it is here."""
+    """Return the text of each sample; a process is killed once a part has arrived."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
         for memory_range, event in enumerate(
@@ -43,7 +42,7 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
 
 
 def whole(server: Server, samples: int = 1, **more: Any) -> list[str]:
-    """The text of each sample, in one response."""
+    """Return the text of each sample from a single response."""
     with client_of(server) as client:
         choices = client.completions.create(**{**ASKED, "n": samples, **more}).choices
     return [choice.text for choice in choices]
@@ -55,7 +54,7 @@ def running_now(server: Server) -> float:
 
 @pytest.mark.parametrize("samples", [1, 3])
 def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
-    """Also those whose client has had nothing yet, or has come meanwhile."""
+    """Includes clients without a response yet, and clients that connect meanwhile."""
     wanted = streamed(server, samples=samples)
     assert all(wanted.values())
     with ThreadPoolExecutor(3) as pool:
@@ -67,7 +66,7 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
 
 
 def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
-    """What is told of each sample's tokens; the worker is killed once some of it is here."""
+    """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     found: dict[int, list[Any]] = {0: [], 1: []}
     asked = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
@@ -110,7 +109,7 @@ def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server)
 
 
 def test_a_killed_scheduler_ends_a_stream_that_has_begun(server: Server) -> None:
-    """And nothing else: what comes then has its tokens."""
+    """Later requests are complete."""
     wanted = streamed(server)
     with pytest.raises(openai.APIError, match="was lost after the request's first response"):
         streamed(server, "scheduler tiny")

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of models that say a script: each format, whole and streamed."""
+"""Tool calls and reasoning of scripted models: each format, complete and streamed."""
 
 import json
 from collections.abc import Iterator
@@ -63,7 +63,9 @@ REST = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model for each script, and one that thinks and then says JSON."""
+    """Yield a server with a model for each script, and one that reasons before it generates
+    JSON.
+    """
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
@@ -95,7 +97,7 @@ def asked(model: str, **more: Any) -> dict[str, Any]:
 
 
 def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None) -> list[Any]:
-    """The content, the reasoning, the arguments and the finish reason of a stream."""
+    """Return the content, the reasoning, the arguments and the finish reason of a stream."""
     content = reasoning = arguments = reason = ""
     for memory_range, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
         (choice,) = chunk.choices

@@ -1,6 +1,6 @@
-"""The backend `vllm` with vLLM itself, beside vLLM's own server: `make test-vllm`.
+"""The backend `vllm` with vLLM itself, compared with vLLM's own server: `make test-vllm`.
 
-The name keeps this file out of the other tests, which have no vLLM. A start takes minutes.
+The file name excludes it from the other tests, which run without vLLM. A start takes minutes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def write_model(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a tiny model, in a repository as Triton's vllm_backend has it."""
+    """Yield a server of a tiny model, in a repository for Triton's vllm_backend."""
     folder = tmp_path_factory.mktemp("models")
     version = folder / "tiny" / "1"
     write_model(version)
@@ -125,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of vLLM's own server of the same model."""
+    """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
     (held,) = hold_ports(1)
@@ -271,10 +271,10 @@ def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, stream: bool) -> None:
-    """The text has the end tag sometimes, which a bias makes likelier.
+    """Some texts contain the end tag, which a bias makes more likely.
 
-    If characters are incomplete before the tag, its text is that of a later token: then vLLM's
-    parser finds it in the content.
+    If the characters before the tag are incomplete, a later token completes its text. In that case
+    vLLM's parser assigns it to the content.
     """
     found = []
     for port in (server.http_port, peer):

@@ -1,4 +1,4 @@
-"""What a server copies of tensors that lie in shared memory, as its metrics say."""
+"""The bytes of tensors in shared memory that a server copies, by its metrics."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -23,13 +23,13 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 
 
 def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
-    """A request whose output, 64 bytes, goes into a region."""
+    """Return a request whose output of 64 bytes is written to a region."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
     return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
 
 
 def test_two_requests_that_write_to_one_place(server: Server) -> None:
-    """Both are answered, the last one's result stands, and the log warns of it."""
+    """Both requests succeed, the last result remains, and the log contains a warning."""
     with SharedObject(4096) as made, request_pool(server) as pool, server.http() as http:
         http.register("twice", made.key, 4096).ok()
         first = pool.infer("gated", gated(1, "twice", 0))
@@ -45,7 +45,7 @@ def test_two_requests_that_write_to_one_place(server: Server) -> None:
 
 
 def shared(region: str) -> dict[str, Any]:
-    """A request of the model "identity" whose input and output are in a region of 8 KB."""
+    """Return a request of the model "identity" whose input and output are in a region of 8 KB."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [1024], region, 4096)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(region, 4096, 4096)}],
@@ -54,7 +54,7 @@ def shared(region: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["draining", ""])
 def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str) -> None:
-    """By every gateway, and requests that arrive meanwhile may use it: the last one ends it."""
+    """Every gateway lists it, and new requests may use it until the last request ends."""
     with SharedObject(8192) as made, request_pool(server) as pool, server.http() as http:
         http.register("draining", made.key, 8192).ok()
         shown = http.regions("draining").ok().json()
@@ -81,7 +81,7 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
 
 
 def test_unregister_drains_under_load(server: Server) -> None:
-    """An unregistered region goes as soon as no request uses it; what comes after that gets 404."""
+    """An unregistered region is removed once no request uses it. Later requests receive 404."""
     with SharedObject(8192) as made, SharedObject(8192) as other, request_pool(server, 2) as pool:
         made.write(np.arange(1024, dtype=np.float32))
 
@@ -105,7 +105,9 @@ def test_unregister_drains_under_load(server: Server) -> None:
 
 
 def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
-    """After it is unregistered and nobody uses it, no process of the server holds the object."""
+    """After the region was unregistered and its requests have ended, no process holds the
+    object.
+    """
     with SharedObject(4096) as made, request_pool(server) as pool, server.http() as http:
         http.register("held", made.key, 4096).ok()
         asked = pool.infer("gated", gated(1, "held", 0))
@@ -118,7 +120,7 @@ def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
 
 
 def holders(server: Server, name: str) -> list[str]:
-    """The processes of the server that have the object open or mapped."""
+    """Return the server's processes that have the object open or mapped."""
     found = []
     for process in server.tree():
         opened = []

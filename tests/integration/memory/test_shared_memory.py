@@ -1,5 +1,5 @@
-"""System shared memory: registration, status, inputs and outputs in regions, and everything that
-can be wrong with them.
+"""System shared memory: registration, status, inputs and outputs in regions, and all their
+errors.
 """
 
 import os
@@ -30,7 +30,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 @pytest.fixture(autouse=True)
 def nothing_registered(http: Http) -> Iterator[None]:
-    """Every test starts, and leaves the server, without regions."""
+    """Check that no region is registered before and after each test."""
     yield
     http.unregister().ok()
     assert http.regions().ok().json() == []
@@ -38,7 +38,7 @@ def nothing_registered(http: Http) -> Iterator[None]:
 
 @pytest.fixture
 def region() -> Iterator[SharedObject]:
-    """An object with room for an input and an output of SIZE bytes."""
+    """Yield an object for an input and an output of SIZE bytes each."""
     with SharedObject(2 * SIZE) as made:
         made.write(VALUES)
         yield made
@@ -47,7 +47,7 @@ def region() -> Iterator[SharedObject]:
 def through(
     http: Http, name: str, *, input_offset: int = 0, output_offset: int = SIZE, size: int = SIZE
 ) -> Reply:
-    """Identity from a region into the same region."""
+    """Send a request of the model "identity" from a region into the same region."""
     request = {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],
@@ -130,7 +130,7 @@ def test_bytes_in_regions(http: Http) -> None:
 
 @pytest.mark.parametrize("offset", [0, PAGE, 1, 8, 4095, 3 * PAGE + 4])
 def test_registered_offset(http: Http, offset: int) -> None:
-    """Any offset will do, aligned to pages or not; it counts once."""
+    """Any offset is allowed, aligned to pages or not. It is added only once."""
     with SharedObject(8 * PAGE) as made:
         made.write(VALUES[:64], offset)
         http.register("r", made.key, 1024, offset).ok()
@@ -288,8 +288,8 @@ def test_the_same_again_is_fine_and_another_is_not(http: Http, region: SharedObj
 
 
 def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -> None:
-    """Its old object is unlinked, the new one has the same name and is another: it is taken
-    without ado.
+    """The old object was unlinked, and a new object with the same name is registered without
+    error.
     """
     http.register("r", region.key, 2 * SIZE).ok()
     region.unlink()
@@ -345,7 +345,7 @@ def test_cuda_memory_is_refused(http: Http) -> None:
 
 
 def test_tritonclient(server: Server) -> None:
-    """The way every example of the client library does it."""
+    """Uses the same calls as the client library's examples."""
     a, b = np.arange(16, dtype=np.int32).reshape(1, 16), np.ones((1, 16), np.int32)
     key = f"test-{os.getpid()}-triton"
     with triton.InferenceServerClient(server.url) as client:

@@ -1,4 +1,4 @@
-"""Clients who are not trusted: whose regions are whose, over which listener, and what they cost."""
+"""Untrusted clients: owners of regions, permissions of listeners, and limits."""
 
 import contextlib
 import ctypes
@@ -67,7 +67,7 @@ def http(server: Server) -> Iterator[Http]:
 
 
 def through(name: str, size: int = SIZE) -> dict[str, Any]:
-    """Identity from the first `size` bytes of a region into the next."""
+    """Return a request from the first `size` bytes of a region into the next `size` bytes."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, size)}],
@@ -75,7 +75,7 @@ def through(name: str, size: int = SIZE) -> dict[str, Any]:
 
 
 class User:
-    """What a user does over a listener: connections and objects of its own."""
+    """A user at a listener, with its own connections and objects."""
 
     def __init__(self, server: Server, folder: Path, listener: str, uid: int, *groups: int) -> None:
         self._open: Callable[[], Http] = lambda: (
@@ -84,7 +84,7 @@ class User:
         self.uid, self._groups = uid, groups
 
     def ask(self, question: Callable[[Http], Reply]) -> Reply:
-        """The answer to a question on a new connection."""
+        """Return the response to a request on a new connection."""
 
         def act() -> Reply:
             with contextlib.closing(self._open()) as connection:
@@ -104,7 +104,7 @@ class User:
 
     @contextlib.contextmanager
     def object(self, mode: int = 0o600, gid: int = -1) -> Iterator[SharedObject]:
-        """An object that is this user's, with values in its first half."""
+        """Yield an object owned by this user, with values in its first half."""
         with SharedObject(2 * SIZE) as made:
             made.write(VALUES)
             made.write(bytes(SIZE), SIZE)
@@ -120,7 +120,7 @@ def listener(request: pytest.FixtureRequest) -> str:
 
 @needs_users
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
-    """R5: over the unix socket and over loopback a user has what is its own, and nothing else."""
+    """R5: over the Unix socket and over loopback, a user has access only to its own objects."""
     me, alice, bob = (User(server, folder, listener, uid) for uid in (ME, ALICE, BOB))
     with alice.object() as hers, bob.object(0o666) as his, me.object(0o666) as ours:
         alice.register("hers", hers).ok()
@@ -155,8 +155,10 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
 
 @needs_users
 def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http: Http) -> None:
-    """A large tensor is waited for only once it is clear that the request may use its regions: else
-    its client would keep others' in use, and their outputs taken, for as long as it likes."""
+    """The server checks the regions of a request before it waits for a large body.
+
+    Otherwise a client could keep other users' regions in use for any time.
+    """
     outputs = [{"name": "OUTPUT0", "parameters": in_region("ours", SIZE)}]
     sent = {"binary_data_size": 4 * 65536}
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": sent}
@@ -180,7 +182,7 @@ def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http
 
 @needs_users
 def test_a_group_shares(server: Server, folder: Path) -> None:
-    """Row 16: objects of the group's are for its members, if the group may read and write them."""
+    """Row 16: members may use objects of the group that the group may read and write."""
     alice, bob = (User(server, folder, "unix", uid, FRIENDS) for uid in (ALICE, BOB))
     stranger = User(server, folder, "unix", BOB + 1)
     with alice.object(0o660, FRIENDS) as shared, alice.object(0o640, FRIENDS) as hers:
@@ -198,7 +200,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
 
 @needs_users
 def test_who_runs_the_server_sees_all_on_the_unix_socket(server: Server, folder: Path) -> None:
-    """Row 23: over TCP one sees one's own, and so does everybody else."""
+    """Row 23: over TCP, every user, including the server's, sees only its own regions."""
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as hers:
         alice.register("hers", hers).ok()
@@ -214,7 +216,9 @@ def maps(worker: psutil.Process) -> str:
 
 @needs_users
 def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
-    """R9: inputs and outputs of untrusted users go through system calls; ours are mapped."""
+    """R9: memory of untrusted users is read and written by system calls; memory of the server's
+    user is mapped.
+    """
     alice = User(server, folder, "unix", ALICE)
     worker = server.find_one("worker identity.0")
     with alice.object() as hers, SharedObject(2 * SIZE) as ours:
@@ -238,7 +242,7 @@ def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, 
 
 
 def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
-    """Truncate, extend again, punch holes, as fast as it goes."""
+    """Truncate and extend the object and punch holes, as fast as possible."""
     while not stop.is_set():
         os.ftruncate(made.fd, 0)
         os.ftruncate(made.fd, size)
@@ -247,8 +251,10 @@ def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
 
 @needs_users
 def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: Path) -> None:
-    """R9: 200 requests while its client cuts, extends and punches the object: errors or answers,
-    and every process is the one it was."""
+    """R9: during 200 requests, the client truncates, extends and punches the object.
+
+    Requests fail or succeed, and no process exits.
+    """
     alice = User(server, folder, "unix", ALICE)
     before = {process.pid for process in server.tree()}
     size = 64 * 1024
@@ -279,8 +285,9 @@ def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: 
 def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     server: Server, http: Http
 ) -> None:
-    """R9: a trusted client that cuts its object kills a worker, and perhaps the one that runs its
-    request again; both are replaced, and the region is blamed and dropped."""
+    """R9: a trusted client that truncates its object kills a worker, and possibly the worker of
+    the retry. Both are replaced, and the region is unregistered as the cause.
+    """
     others = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
     size = 64 * 1024
     with SharedObject(2 * size) as made:
@@ -309,8 +316,10 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
 
 
 def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
-    """R10: what the server must allocate counts until the object is gone; what the client
-    allocated does not count."""
+    """R10: pages that the server must allocate count until the object is removed.
+
+    Pages that the client has allocated do not count.
+    """
     with SharedObject(4 * SPARSE) as large, SharedObject(SPARSE // 2) as small:
         refused = http.register("large", large.key, 4 * SPARSE)
         assert refused.status == 400
@@ -332,9 +341,7 @@ def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
 
 
 def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Status and body of the answers to requests that are sent a hundred at a time, without
-    waiting for answers between.
-    """
+    """Yield the status and body of pipelined requests, which are sent a hundred at a time."""
     with raw_connection(port) as connection, connection.makefile("rb") as answers:
         for at in range(0, len(requests), 100):
             some = requests[at : at + 100]
@@ -346,8 +353,9 @@ def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def test_registrations_have_a_limit(server: Server, http: Http) -> None:
-    """R10: ten thousand registrations end at the limit with 400, and no process has a descriptor
-    more, nor /dev/shm an object.
+    """R10: of ten thousand registrations, those beyond the limit fail with 400.
+
+    No descriptor and no object in /dev/shm is leaked.
     """
     with SharedObject(SIZE) as made:
         made.write(VALUES)
@@ -372,8 +380,10 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
 
 
 def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
-    """Row 18: the second writer to a place gets the error, also under another name of the object;
-    the first is answered right."""
+    """Row 18: the second concurrent writer of a range fails, also with another name of the object.
+
+    The first request succeeds.
+    """
     with SharedObject(4096) as made, request_pool(server) as pool:
         http.register("a", made.key, 4096).ok()
         http.register("b", made.key, 2048, 1024).ok()
@@ -402,7 +412,10 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
 
 
 def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> None:
-    """R11: a racer rewrites the lengths of BYTES; each answer is of one reading or an error."""
+    """R11: another thread rewrites the length prefixes of BYTES.
+
+    Each request succeeds with consistent lengths or fails.
+    """
     good, bad = join_bytes([b"ab", b"cd"]), (1 << 31).to_bytes(4, "little")
     with SharedObject(4096) as made:
         made.write(good)

@@ -1,4 +1,4 @@
-"""The shared workspace: models whose needs add up to more than there is, both serve."""
+"""The shared workspace: two models that together need more memory than it has are both served."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +39,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """14 MB of plans, twice over, on 12 MB."""
+    """Start a server whose two models need 14 MB each, with a workspace of 12 MB."""
     add(models, "large", 8 * MB)
     add(models, "whole", POOL)
     repositories.write(models, "small", 'backend: "native"\n', NATIVE)

@@ -1,4 +1,4 @@
-"""Which requests are executed together: the dynamic batcher seen from outside, batch by batch."""
+"""The dynamic batcher of a real server: which requests are executed together."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ MODELS = {
 
 
 def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -> None:
-    """The model "gated" in two instances."""
+    """Add the model "gated" with two instances."""
     path = repositories.add_as(repository, name, "gated", config) / "config.pbtxt"
     text = path.read_text().replace("count: 1", "count: 2")
     path.write_text(text.replace("max_batch_size: 8", f"max_batch_size: {max_batch_size}"))
@@ -38,7 +38,7 @@ def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -
 
 @pytest.fixture(scope="module")
 def server(models: Path, host: Callable[[Path], Server]) -> Server:
-    """The model "gated" under several batching configurations."""
+    """Start a server of the model "gated" with several batching configurations."""
     for name, config in MODELS.items():
         repositories.add_as(models, name, "gated", config)
     add_two(models, "two", MODELS["eager"])
@@ -48,7 +48,7 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 
 @pytest.fixture
 def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
-    """Hold a model: `queue("eager")`."""
+    """Return a function that holds a model, such as `queue("eager")`."""
     with request_pool(server) as pool:
         yield lambda model: Queue(server, pool, model)
 
@@ -93,7 +93,7 @@ def test_preferred_sizes_without_delay(queue: Callable[[str], Queue]) -> None:
 def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     server: Server, queue: Callable[[str], Queue]
 ) -> None:
-    """Beside "preferred", which would wait half a minute for more than three requests."""
+    """The model "preferred" would wait half a minute for more than three requests."""
     held = queue("plain")
     pool = held.pool
     answers = [pool.number("preferred", value) for value in range(1, 4)]
@@ -154,7 +154,7 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
 
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
-    """The schedulers start when twelve requests are queued."""
+    """The schedulers start once twelve requests are queued."""
     preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {AMPLE}"
     repositories.add_as(repository, "eager", "gated", MODELS["eager"])
     repositories.add_as(repository, "preferred", "gated", DYNAMIC % preferred)

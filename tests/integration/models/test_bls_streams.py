@@ -1,4 +1,4 @@
-"""Models that call models with any number of responses."""
+"""Models that call decoupled models."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,7 +361,7 @@ for iterator in iterators:
 
 
 def test_memory_is_given_back(http: Http) -> None:
-    """Many large responses, some of which nobody reads."""
+    """Many large responses, some of which are never read, leave no memory allocated."""
     code = f"""
 big = np.array(["x" * {1 << 20}], np.object_)
 for _ in range(20):
@@ -377,7 +377,7 @@ for _ in range(20):
 
 
 def test_a_model_sees_how_much_memory_its_calls_take(http: Http) -> None:
-    """As models look for leaks."""
+    """A model reads the memory usage to detect leaks, as Triton's tests do."""
     code = """
 import c_python_backend_utils
 free = c_python_backend_utils.shared_memory.free_memory

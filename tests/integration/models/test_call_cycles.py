@@ -1,4 +1,4 @@
-"""Calls that wait for each other fail at once, and those of a lost client are cancelled."""
+"""Calls in a cycle fail at once, and calls of a disconnected client are cancelled."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -198,7 +198,7 @@ def is_busy(server: Server, model: str) -> bool:
 def test_one_of_two_requests_that_wait_for_each_other_fails(
     repository: Path, serve: Callable[..., Server], limits: str, target: str, chains: set[str]
 ) -> None:
-    """Each of them holds the only instance, or the resource, that the other one needs."""
+    """Each request occupies the only instance, or the resource, that the other one needs."""
     waits = WAITING + ENDS.replace(
         "            return resp", "            wait()\n            return resp"
     )

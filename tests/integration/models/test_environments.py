@@ -1,4 +1,4 @@
-"""Models with a Python environment of their own: their interpreter and packages before ours."""
+"""Models with their own Python environment, whose interpreter and packages have precedence."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ X = {"inputs": [json_input("X", np.zeros(1, np.float32))]}
 
 
 def environment(folder: Path, version: int) -> Path:
-    """A virtual environment with one version of a package, and with a shmserve that is no use."""
+    """Create a virtual environment with a version of a package, and with an unusable shmserve."""
     command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
     subprocess.run(command, check=True, capture_output=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -58,7 +58,7 @@ def environment(folder: Path, version: int) -> Path:
 
 
 def packed(folder: Path, archive: Path) -> Path:
-    """An archive of an environment as conda-pack and venv-pack make it."""
+    """Create an archive of an environment like conda-pack and venv-pack."""
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, ".")
     return archive

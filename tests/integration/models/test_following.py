@@ -1,5 +1,6 @@
-"""Instances that follow the load of a model, between the bounds of its configuration: there soon,
-gone when nobody needs them, and no request is lost meanwhile.
+"""Autoscaling: the number of instances follows the load within the configured bounds.
+
+Instances are added soon and removed when idle, and no request is lost.
 """
 
 import threading
@@ -36,8 +37,9 @@ BASE_RATE = 10.0
 
 
 class Clients:
-    """Requests that come whether those before are answered or not; each is to bring back what was
-    sent."""
+    """Open-loop load: requests are sent without waiting for earlier ones, and responses are
+    verified.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -65,13 +67,13 @@ class Clients:
 
 
 def count(server: Server) -> int:
-    """The instances that take requests."""
+    """Return the number of instances that accept requests."""
     states = ("idle", "busy")
     return int(sum(server.metric("shmserve_instances", model="slow", state=s) for s in states))
 
 
 def changes(reader: EventReader) -> list[tuple[int, int]]:
-    """How the number changed until there was one again."""
+    """Return the changes of the number of instances until it is one again."""
     found: list[tuple[int, int]] = []
     for told in reader.follow():
         if isinstance(told.event, m.InstancesChanged):
@@ -82,7 +84,7 @@ def changes(reader: EventReader) -> list[tuple[int, int]]:
 
 
 def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
-    """All that is told says the same, and the configuration is what was written."""
+    """All reports agree, and the shown configuration is the written one."""
     repositories.write(tmp_path / "models", "slow", CONFIG, MODEL)
     with running(tmp_path / "models") as server, EventReader(server.run_dir, ["models"]) as reader:
         reader.snapshot()

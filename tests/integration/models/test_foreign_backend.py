@@ -1,4 +1,4 @@
-"""A backend that is a package of its own, installed beside the server and found by entry point."""
+"""A backend in a package of its own, which the server finds by its entry point."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ TABLE = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which the example is installed, as its README says, in a folder."""
+    """Install the example into a folder, as its README says; return the environment variables."""
     folder = tmp_path_factory.mktemp("backend")
     # A copy, because the build writes into the folder.
     source = shutil.copytree(EXAMPLE, folder / "source")

@@ -1,5 +1,6 @@
-"""R24: a model's code runs as the server's user, and may connect to whatever a worker may: what it
-says there changes nothing but for itself.
+"""R24: a model's code runs as the server's user and may connect to the sockets of workers.
+
+It can affect only its own model.
 """
 
 import json
@@ -50,7 +51,7 @@ def state(http: Http) -> tuple[Any, ...]:
 
 
 def test_a_model_at_every_socket(server: Server) -> None:
-    """In its own name it is a worker of its own model, and nobody else's at all."""
+    """With its own identity it is accepted only as a worker of its own model."""
     with server.http() as http, SharedObject(4096) as made:
         http.register("kept", made.key, 4096).ok()
         assert constant(http) == 1

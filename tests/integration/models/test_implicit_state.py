@@ -1,4 +1,6 @@
-"""Implicit state: outputs that come back as inputs, by every backend that can (reference 3.5)."""
+"""Implicit state: outputs that become inputs, with every backend that supports it (reference
+3.5).
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -127,10 +129,10 @@ class Model:
 
 
 class Words(torch.nn.Module):
-    """The words of the sequence until now, as TorchScript has texts."""
+    """A TorchScript model that returns the words of the sequence so far."""
 
     def forward(self, INPUT: list[str], WORDS_IN: list[str]) -> tuple[list[str], list[str]]:
-        """(OUTPUT, WORDS_OUT)"""
+        """Return OUTPUT and WORDS_OUT."""
         words = [a + b for a, b in zip(WORDS_IN, INPUT)]  # noqa: B905 - no `strict` there
         return words, words
 
@@ -161,7 +163,7 @@ def add(
     strategy: str = "direct { }",
     rows: int = 4,
 ) -> Path:
-    """A model whose states are in `given`; returns its folder."""
+    """Add a model with the states in `given`; return its folder."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     if isinstance(code, str):
@@ -233,7 +235,7 @@ def number(value: float, *shape: int) -> Any:
 def test_3_5_a_state_goes_from_request_to_request(
     client: shmserve.client.Server, model: str
 ) -> None:
-    """Of each sequence its own, from zero, and from zero again after a START."""
+    """Each sequence has its own state, which begins at zero, and again at zero after a START."""
     shape = (1,) if model == "unbatched" else (1, 1)
 
     def ask(sequence: int, value: float, **flags: bool) -> float:
@@ -257,7 +259,7 @@ def test_3_5_a_state_goes_from_request_to_request(
 
 
 def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> None:
-    """Together in one execution, whose rows are the slots."""
+    """The sequences run in one execution, in the rows of their slots."""
     for at in range(6):
         futures = [
             client.infer_async(
@@ -272,7 +274,7 @@ def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> Non
 def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
     client: shmserve.client.Server,
 ) -> None:
-    """A longer file is cut off; a state that `output` names is sent."""
+    """A longer file is truncated. A state that `output` names is sent to the client."""
     for _ in range(2):
         counts = []
         for at in range(3):
@@ -286,7 +288,7 @@ def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
 
 @pytest.mark.parametrize("model", ["growing", "growing_oldest"])
 def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
-    """They begin with one element; sequences of different lengths do not disturb one another."""
+    """States begin with one element, and sequences of different lengths are independent."""
     for length in (3, 5):
         futures = [
             client.infer_async(model, {"INPUT": number(each)}, sequence=each, start=True)
@@ -304,7 +306,7 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
 
 
 def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
-    """The model computes in it, request after request."""
+    """The model updates the buffer in place in each request."""
     found = []
     for at in range(5):
         result = client.infer("in_place", {"INPUT": number(2)}, sequence=1, start=at == 0)
@@ -321,14 +323,14 @@ def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) 
 
 
 def test_3_5_strings_and_what_is_not_given_back_stays(client: shmserve.client.Server) -> None:
-    """By a Python model, too, which Triton's cannot."""
+    """Python models may have states, too, unlike in Triton."""
     begun = say(client, "words", b"a", start=True)
     told = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]
     assert [*told, say(client, "words", b"c", end=True)] == [b"a", b"ab", b"abkeep", b"abc"]
 
 
 def test_3_5_strings_of_a_script(client: shmserve.client.Server) -> None:
-    """List[str], as all of its texts are."""
+    """The state is a List[str], like all texts of a TorchScript model."""
     told = [say(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
     assert [*told, say(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
 

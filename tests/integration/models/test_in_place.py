@@ -1,4 +1,4 @@
-"""Reloads that change nothing but `instance_group`: instances come and go while requests run."""
+"""Reloads that change only `instance_group`: instances are added and removed under load."""
 
 import contextlib
 import json
@@ -48,17 +48,17 @@ sequence_batching {{ {CONTROLS} {IDLE} STRATEGY {{}} }}
 
 
 def workers(server: Server, name: str) -> set[int]:
-    """The processes of a model's instances."""
+    """Return the pids of a model's instances."""
     return {process.pid for process in server.find(f"worker {name}.")}
 
 
 def wait_workers(server: Server, name: str, count: int) -> None:
-    """Until a model has so many processes."""
+    """Wait until a model has this number of processes."""
     until(f"{name} has {count} processes", lambda: len(workers(server, name)) == count)
 
 
 def count_of(http: Http, name: str) -> int:
-    """How many instances its configuration says that it has."""
+    """Return the number of instances in the model's configuration."""
     groups = http.get(f"/v2/models/{name}/config").ok().json()["instance_group"]
     return sum(group["count"] for group in groups)
 
@@ -69,7 +69,7 @@ def successes(http: Http, name: str) -> int:
 
 
 def set_count(folder: Path, count: int) -> None:
-    """Have config.pbtxt ask for so many instances."""
+    """Write this number of instances into config.pbtxt."""
     path = folder / "config.pbtxt"
     kept = [line for line in path.read_text().splitlines() if "instance_group" not in line]
     fresh = path.with_suffix(".new")
@@ -78,7 +78,7 @@ def set_count(folder: Path, count: int) -> None:
 
 
 def add_simple(repository: Path) -> Path:
-    """The model "simple", which batches, with one instance."""
+    """Add the model "simple", which batches, with one instance."""
     folder = repositories.add_as(repository, "simple", "simple")
     set_count(folder, 1)
     return folder
@@ -87,7 +87,7 @@ def add_simple(repository: Path) -> Path:
 def test_who_removes_instances_is_answered_when_they_are_finalized(
     explicit: Explicit, tmp_path: Path
 ) -> None:
-    """By a reload in place, and by an unload."""
+    """Holds for a reload in place and for an unload."""
     server, repository = explicit
     finalized = tmp_path / "finalized"
     code = f"""\
@@ -113,8 +113,11 @@ class TritonPythonModel:
 
 
 def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
-    """More and fewer instances, from the repository and by an override: the scheduler and the
-    instance that stays are the same processes, the statistics go on, no request fails."""
+    """The count is changed in the repository and by an override.
+
+    The scheduler and the remaining instance keep their processes, the statistics continue, and no
+    request fails.
+    """
     server, repository = explicit
     folder = add_simple(repository)
     with server.http() as http:
@@ -146,7 +149,9 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
 
 @pytest.mark.parametrize("change", ["code", "config", "nothing"])
 def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: str) -> None:
-    """A file of the model, or another field of its configuration; and so does nothing."""
+    """A changed file of the model, another changed field, or no change at all replaces all
+    processes.
+    """
     server, repository = explicit
     folder = add_simple(repository)
     with server.http() as http:
@@ -166,7 +171,10 @@ def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
 def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limiter: str) -> None:
-    """However it is written; and another count adds and removes just so many."""
+    """An equivalent configuration changes nothing.
+
+    Another count adds or removes just the difference.
+    """
     folder = add_simple(repository)
     needs = "rate_limiter { resources { name: 'R' count: 1 } }"
     config = folder / "config.pbtxt"
@@ -192,7 +200,7 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
 
 
 def test_an_instance_that_does_not_load_refuses_the_reload(explicit: Explicit) -> None:
-    """The others stay as they were, and so does what is told of them."""
+    """The other instances and the reported configuration are unchanged."""
     server, repository = explicit
     folder, gate = add_simple(repository), repository.parent / "broken"
     repositories.insert(
@@ -237,7 +245,7 @@ def test_polling_updates_in_place(repository: Path) -> None:
 
 @contextlib.contextmanager
 def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server, Http, Path]]:
-    """The model "sums" with so many instances."""
+    """Yield a server of the model "sums" with this number of instances."""
     server, repository = explicit
     config = SUMS_CONFIG.replace("STRATEGY", strategy)
     folder = repositories.write(repository, "sums", config, SUMS)
@@ -248,7 +256,7 @@ def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server
 
 
 def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = False) -> list[int]:
-    """The sum of a sequence, and the process that has made it."""
+    """Return the sum of a sequence, and the pid of the worker that computed it."""
     body = {
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
         "parameters": {"sequence_id": who, "sequence_start": start, "sequence_end": end},
@@ -259,7 +267,7 @@ def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = F
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
 def test_an_instance_ends_with_its_last_sequence(explicit: Explicit, strategy: str) -> None:
-    """Those that it has go on there, with their state; new ones begin where there is room."""
+    """Its sequences continue there with their state. New sequences begin at other instances."""
     with sums(explicit, strategy, 2) as (server, http, folder):
         runs = {who: step(http, who, who, start=True)[1] for who in (1, 2, 3, 4)}
         both = workers(server, "sums")

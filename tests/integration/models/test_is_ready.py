@@ -1,4 +1,4 @@
-"""A model's own `is_ready`: readiness over both doors, and of models that ask for it."""
+"""A model's `is_ready`: readiness over HTTP and gRPC."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -106,7 +106,7 @@ def test_a_native_model_says_so_too(
 def test_one_that_takes_long_is_joined_and_holds_up_nothing(
     explicit: tuple[Server, Path], tmp_path: Path
 ) -> None:
-    """Who asks first is told "not ready" in time, who asks next waits for the same call."""
+    """The first query times out as "not ready", and the next query waits for the same call."""
     server, repository = explicit
     called, goes_on = tmp_path / "called", tmp_path / "goes_on"
     slow = f"""

@@ -1,4 +1,4 @@
-"""Loads and unloads of one model, by many at once: each is answered for itself."""
+"""Concurrent loads and unloads of one model: each receives its own result."""
 
 import os
 import re
@@ -22,7 +22,7 @@ TEXTS = re.compile(
 
 
 def test_load_against_unload(explicit: Explicit) -> None:
-    """Whoever unloads hears nothing; at the end the last order is what counts."""
+    """Unloads return no error, and the last order determines the final state."""
     server, repository = explicit
     repositories.add(repository, "constant")
 

@@ -1,4 +1,4 @@
-"""A decoupled model through every door for strangers, with their own clients (section 3.10)."""
+"""A decoupled model over every protocol, with third-party clients (section 3.10)."""
 
 import json
 import queue
@@ -145,7 +145,9 @@ def test_who_leaves_an_event_stream_cancels(server: Server) -> None:
 
 
 def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
-    """Who has had a response hears why there are no more, over any door."""
+    """A client that has received responses also receives the reason for their end, over any
+    protocol.
+    """
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client, server.http() as http:
         client.start_stream(lambda result, error: answers.put((result, error)))

@@ -1,4 +1,4 @@
-"""Native models that yield their responses, through the doors: the example, leaving, errors."""
+"""Native models that yield responses, over every protocol: the example, disconnects, errors."""
 
 import json
 from collections.abc import Callable, Iterator

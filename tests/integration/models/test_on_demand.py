@@ -1,5 +1,6 @@
-"""Models on demand: loaded by the first request at every door, unloaded when idle or beyond the
-bound."""
+"""Models on demand: loaded by the first request over any protocol, and unloaded when idle or
+when memory exceeds the limit.
+"""
 
 import asyncio
 import shutil
@@ -49,7 +50,7 @@ class TritonPythonModel:
 
 
 def states(http: Http, **body: bool) -> dict[str, str]:
-    """The state of each model by the repository index."""
+    """Return the state of each model in the repository index."""
     listed = http.post("/v2/repository/index", body or None).ok().json()
     return {item["name"]: item.get("state", "") for item in listed}
 
@@ -60,7 +61,7 @@ def answer(http: Http, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model for each test, "slow", which loads at the gate, and "broken"."""
+    """Write one model for each test, "slow", which loads at the gate, and "broken"."""
     folder = tmp_path_factory.mktemp("models")
     for name in NAMES:
         repositories.add_as(folder, name, "constant")
@@ -80,7 +81,7 @@ def shared(repository: Path, start: Start) -> Server:
 
 @pytest.fixture
 def server(shared: Server) -> Iterator[Server]:
-    """That server; what a test has had it load is unloaded then."""
+    """Yield the shared server, and afterwards unload the models that the test has loaded."""
     yield shared
     with shared.http() as http:
         for name, state in states(http).items():
@@ -90,7 +91,7 @@ def server(shared: Server) -> Iterator[Server]:
 
 
 def loads(server: Server, name: str) -> int:
-    """How often a model was loaded."""
+    """Return how often a model was loaded."""
     return server.log().count(f"loading: {name}:1")
 
 
@@ -101,7 +102,10 @@ def grpc_input() -> list[triton_grpc.InferInput]:
 
 
 def test_what_is_not_loaded_is_ready(server: Server) -> None:
-    """The server, and the model, whose row of the index says so; neither has it loaded."""
+    """The server and the unloaded model are ready, and the index says so.
+
+    Readiness checks load nothing.
+    """
     with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as client:
         assert http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/index/ready").status == 200
@@ -181,7 +185,7 @@ def test_its_metadata_and_configuration_load_it(http: Http) -> None:
 
 
 def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) -> None:
-    """Whose own time is over before that is told so; the load goes on."""
+    """A request whose own timeout expires fails, and the load continues."""
     late = {**SLOW, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
         began = time.monotonic()
@@ -238,7 +242,10 @@ def test_what_an_operator_unloads_stays_away(http: Http) -> None:
 
 
 def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
-    """By the server's flag or the model's parameter; not one that an operator has loaded."""
+    """The limit is a flag of the server or a parameter of the model.
+
+    Explicitly loaded models remain.
+    """
     stays = 'parameters { key: "idle_unload_secs" value { string_value: "0" } }'
     for name, config in (("goes", ""), ("stays", stays), ("kept", ""), ("first", "")):
         repositories.add_as(tmp_path, name, "constant", config)
@@ -258,7 +265,7 @@ ADD = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
 def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -> None:
-    """Its steps stay while it does. A step that is asked for alone has no ensemble loaded."""
+    """Its steps remain loaded with it. A request for a step does not load the ensemble."""
     repository = tmp_path / "models"
     for name in ("add", "other"):
         add_model(repository, name, ADD)
@@ -279,7 +286,7 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
 
 
 def test_openais_interface_has_them_loaded(tmp_path: Path) -> None:
-    """By each of its routes; its list has all of them, loaded or not."""
+    """Every route loads the model. The list contains all models, loaded or not."""
     for name in ("completes", "chats", "shown"):
         write_folder(tmp_path / name / "1")
     prompt = {"max_tokens": 2, "prompt": "a"}
@@ -302,7 +309,7 @@ HEAVY = """\
 
 
 def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> None:
-    """Of models that have 64 MB and more each, two have room in 200 MB."""
+    """Of models with at least 64 MB each, two fit into 200 MB."""
     names = ["a", "b", "c", "d"]
     for name in names:
         repositories.insert(repositories.add_as(tmp_path, name, "constant"), HEAVY)

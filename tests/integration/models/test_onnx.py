@@ -1,4 +1,4 @@
-"""ONNX files, served: with no configuration, in batches, by an older configuration, with state."""
+"""ONNX models: without a configuration, in batches, with an older configuration, with state."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ sequence_batching {
 
 @pytest.fixture(scope="module")
 def server(models: Path, host: Callable[[Path], Server]) -> Server:
-    """A model without a configuration, and one with an older one."""
+    """Start a server of a model without a configuration and one with an older configuration."""
     save(
         models / "large" / "1",
         [("Add", "x x", "y")],

@@ -20,8 +20,10 @@ _LONG_S, _SHORT_S = 600, 2
 
 @contextmanager
 def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
-    """A server that ends with an open sequence, 1, of its model "sums"; it must be gone at the end
-    of the block."""
+    """Yield a terminating server with an open sequence, 1, of its model "sums".
+
+    The server must have exited at the end of the block.
+    """
     idle = f"max_sequence_idle_microseconds: {idle_s * 1_000_000}"
     config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
     repositories.add_as(repository, "sums", "sequencer", config)
@@ -49,7 +51,7 @@ def total(reply: Reply) -> int:
 
 
 def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None:
-    """It is not ready any more and refuses a START; who has begun goes on, until END."""
+    """It is no longer ready and rejects a START. Open sequences continue until their END."""
     with ending(tmp_path, _LONG_S) as server:
         assert not server.answers("/v2/health/ready")
         refused = ask(server, 2, start=True)
@@ -71,7 +73,7 @@ def test_it_waits_no_longer_than_for_the_exit_timeout(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path: Path) -> None:
-    """As Triton's does: nobody finds the old one any more, which ends at once."""
+    """As in Triton, the old version ends at once, and its sequences no longer exist."""
     idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
     config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
     folder = repositories.add_as(tmp_path, "sums", "sequencer", config)
@@ -93,7 +95,10 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
 
 
 def test_another_server_takes_over(tmp_path: Path) -> None:
-    """It lets nobody in before those have ended; all the time there is one that is ready."""
+    """The successor accepts no clients before the old sequences have ended.
+
+    One server is always ready.
+    """
     idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
     config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
     repositories.add_as(tmp_path, "sums", "sequencer", config)
@@ -119,8 +124,9 @@ def test_another_server_takes_over(tmp_path: Path) -> None:
 
 @contextmanager
 def always_ready(server: Server) -> Iterator[None]:
-    """Somebody asks all the time whether it is, on one connection while that lasts, and else on the
-    next."""
+    """Check readiness continuously during the block, on one connection as long as it remains
+    open.
+    """
     stop, found = threading.Event(), Counter[int]()
 
     def ask_again() -> None:

@@ -1,4 +1,4 @@
-"""Metrics that Python models make with `pb_utils.MetricFamily`, on the metrics page."""
+"""Metrics that Python models create with `pb_utils.MetricFamily`, on the metrics page."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +81,9 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="module")
 def metered(models: Path, start: Start) -> Server:
-    """A server of "metering" (two instances), the same as "other" (one), and "ticking"."""
+    """Start a server of "metering" (two instances), a copy "other" (one instance), and
+    "ticking".
+    """
     repositories.add(models, "metering")
     other = repositories.add_as(models, "other", "metering")
     config = other / "config.pbtxt"
@@ -102,13 +104,13 @@ def http(metered: Server) -> Iterator[Http]:
 
 
 def meter(http: Http, amount: float, model: str = "metering") -> float:
-    """Have an amount counted; how much this instance has counted."""
+    """Count an amount; return the total that the instance has counted."""
     given = json_input("AMOUNT", np.array([amount], np.float64))
     return float(http.infer(model, {"inputs": [given]}).tensors()["TOTAL"][0])
 
 
 def test_instances_and_models_are_one(metered: Server, http: Http) -> None:
-    """What each was answered is counted, and all of it is there when its answer is."""
+    """The counts of all instances are added, and include each request that was answered."""
     totals = {meter(http, amount) for amount in (0.5, 4, 0.05, 4, 0.5, 20)}
     assert len(totals) == 6
     assert max(totals) < 29.05, "one instance has counted everything"
@@ -127,7 +129,7 @@ def test_instances_and_models_are_one(metered: Server, http: Http) -> None:
 
 
 def test_the_text(metered: Server) -> None:
-    """As Triton writes it: the names and kinds given, no suffix, each family once."""
+    """As in Triton: the given names and kinds, no suffix, each family once."""
     lines = metered.metrics().splitlines()
     assert [line for line in lines if line.startswith("# TYPE metering")] == [
         "# TYPE metering_amounts counter",

@@ -1,6 +1,6 @@
-"""Padded batches, by a real client and a real server: images of 224 and 336 in one batch.
+"""Padded batches with a real client and server: images of 224 and 336 in one batch.
 
-`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are there.
+`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are queued.
 """
 
 import json
@@ -52,8 +52,9 @@ def add(repository: Any, name: str, **more: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """The model, without a bound to its waste, with one that only equal shapes hold, and without
-    batches."""
+    """Start a server of the model without a limit to padding, with a limit that only equal
+    shapes meet, and without batches.
+    """
     add(models, "together")
     add(models, "strict", max_waste=0.1)
     path = models / "alone" / "config.pbtxt"
@@ -72,7 +73,7 @@ def ask(server: Server, model: str, image: Any) -> tuple[Any, Any]:
 
 
 def ask_all(server: Server, model: str) -> list[list[int]]:
-    """Each image comes back in its own size; what the model saw of each."""
+    """Check that each image is returned in its own size; return the sizes that the model saw."""
     rng = np.random.default_rng(0)
     images = [rng.random((1, 3, size, size), np.float32) for size in SIZES]
     with ThreadPoolExecutor(len(images)) as threads:
@@ -93,7 +94,7 @@ def test_images_of_224_and_336_share_a_batch(server: Server) -> None:
 
 
 def test_the_waste_is_bounded(server: Server) -> None:
-    """Of the three, 37 % would be padding: the large image runs alone."""
+    """A batch of all three would have 37 % padding, so the large image runs alone."""
     saw = ask_all(server, "strict")
     assert saw[1] == [1, 336]
     assert saw[0] == saw[2] and saw[0] in ([1, 224], [2, 224])

@@ -1,4 +1,4 @@
-"""Priority levels, queue policies and batching strategies, seen from outside."""
+"""Priority levels, queue policies and batching strategies of a real server."""
 
 import time
 from collections.abc import Callable
@@ -61,7 +61,9 @@ TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 @pytest.fixture(scope="module")
 def server(models: Path, host: Callable[[Path], Server]) -> Server:
-    """Models with priority levels and strategies, and one that calls another with a priority."""
+    """Start a server of models with levels and strategies, and one that calls another with a
+    priority.
+    """
     path = repositories.add_as(models, "levels", "gated", LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
     repositories.write(models, "caller", CALLER, CALLER_MODEL)
@@ -71,12 +73,12 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 
 
 def number(value: int) -> np.ndarray:
-    """What the model "gated" takes."""
+    """Return an input of the model "gated"."""
     return np.full((1, 1), value, np.int32)
 
 
 def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) -> None:
-    """Rule 3.2.1: over HTTP, gRPC, from a program on this host, and from a model."""
+    """Rule 3.2.1: over HTTP, gRPC, from a local client, and from a model."""
 
     def over_grpc() -> None:
         with grpc.InferenceServerClient(server.grpc_url) as client:
@@ -127,7 +129,7 @@ def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: R
 def test_strategies_that_wait_for_nothing_run_what_is_there(
     server: Server, pool: RequestPool, model: str
 ) -> None:
-    """The delay of these models is half a minute."""
+    """The configured delay of these models is half a minute."""
     held = Queue(server, pool, model)
     for value in (1, 2, 3):
         held.add(value)

@@ -1,5 +1,5 @@
-"""Triton's Python models, unmodified: errors, exceptions, calls of other models, coroutines, self-
-description.
+"""Unmodified Python models of Triton: errors, exceptions, calls of other models, coroutines,
+auto-complete.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Explicit = tuple[Server, Path]
 
 
 def call(target: str) -> dict:
-    """A request for the models that call others."""
+    """Return a request for the models that call others."""
     given = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
     first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
     return {"inputs": [given, json_input("INPUT0", first), json_input("INPUT1", second)]}
@@ -82,7 +82,7 @@ class TritonPythonModel:
 
 
 def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
-    """Of two instances, of which one or both say so before the load is given up."""
+    """One or both of two instances report the failure before the load fails."""
     server, repository = explicit
     two = "instance_group { kind: KIND_CPU count: 2 }"
     told = {
@@ -153,7 +153,7 @@ class TritonPythonModel:
 
 
 def test_modules_beside_the_model(explicit: Explicit) -> None:
-    """Two models with modules of the same name do not see each other's."""
+    """Two models with modules of the same name each import their own."""
     server, repository = explicit
     for name, answer in (("one", 1), ("two", 2)):
         config = repositories.identity_config(name, "FP32", [1])
@@ -186,7 +186,7 @@ class TritonPythonModel:
 
 
 def test_a_model_that_parses_its_command_line(explicit: Explicit) -> None:
-    """Libraries that models use do so; nothing is there, so every setting has its default."""
+    """Libraries of models parse sys.argv. It is empty, so every setting has its default."""
     server, repository = explicit
     config = repositories.identity_config("settings", "INT32", [1])
     repositories.write(repository, "settings", config, SETTINGS)
@@ -305,8 +305,10 @@ class TritonPythonModel:
 
 
 def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None:
-    """Triton's clients get a response without it; one of the native client is an error. Where it
-    was to be written, the answer of before is gone."""
+    """Triton's clients receive a response without the output, and the native client an error.
+
+    The destination of the output no longer contains the earlier result.
+    """
     server, repository = explicit
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL)

@@ -1,4 +1,4 @@
-"""TorchScript, torch.export and nn.Module files, by the backend "pytorch"."""
+"""TorchScript, torch.export and nn.Module files with the backend "pytorch"."""
 
 import textwrap
 import warnings
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 class Weigh(nn.Module):
-    """a, b -> 2 a + b."""
+    """A model that computes 2 a + b."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Weigh(nn.Module):
 def add(
     repository: Path, name: str, inputs: list[str], output: str = "OUTPUT__0", more: str = ""
 ) -> Path:
-    """Write the configuration; returns where the model file goes."""
+    """Write the configuration; return the path for the model file."""
     folder = repository / name / "1"
     folder.mkdir(parents=True)
     text = CONFIG.format(
@@ -70,7 +70,7 @@ def add(
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """The same function in every form that the backend loads."""
+    """Start a server of the same function in every format that the backend loads."""
     model = Weigh().eval()
     example = (torch.zeros(2, 4), torch.zeros(2, 4))
     batch = torch.export.Dim("batch", max=64)

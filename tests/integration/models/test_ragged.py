@@ -1,6 +1,6 @@
-"""Ragged batches and optional inputs (reference section 3.6), by a real client and a real server.
+"""Ragged batches and optional inputs (reference section 3.6) with a real client and server.
 
-`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are there.
+`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are queued.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +63,7 @@ dynamic_batching { }
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """The models; each test has its own, held anew."""
+    """Start a server with one model for each test, since each model is held only once."""
     repositories.write(models, "sums", TORCH_CONFIG, TORCH)
     repositories.write(models, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
     repositories.write(models, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
@@ -92,8 +92,11 @@ def of(*sizes: int) -> list[dict[str, Any]]:
 
 
 def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
-    """3.6: `allow_ragged_batch` takes the input out of the comparison of shapes, the model gets one
-    1-D tensor and `batch_input`, and `batch_output` splits by each request's shape."""
+    """3.6: `allow_ragged_batch` excludes the input from the comparison of shapes.
+
+    The model receives one 1-D tensor and `batch_input`, and `batch_output` is split by each
+    request's shape.
+    """
     requests = of(2, 4, 1)
     for request, answer in zip(requests, ask_all(server, "sums", requests), strict=True):
         assert answer["SUM"].tolist() == [[request["X"].sum()]]
@@ -101,7 +104,7 @@ def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
 
 
 def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
-    """3.6: the python backend just gives each request its own tensor."""
+    """3.6: the Python backend passes each request its own tensor."""
     answers = ask_all(server, "each", of(2, 4, 1))
     assert [answer["Y"].tolist() for answer in answers] == [
         [[2, HELD, 3]],
@@ -111,7 +114,10 @@ def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
 
 
 def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None:
-    """3.6: batching needs identical sets of supplied inputs; an absent one is None to a model."""
+    """3.6: a batch needs identical sets of supplied inputs.
+
+    A missing input is None for the model.
+    """
     first, second, third = of(2, 2, 2)
     second["BIAS"] = np.ones((1, 1), np.float32)
     answers = ask_all(server, "mixed", [first, second, third])
@@ -127,7 +133,7 @@ def test_without_ragged_batches_shapes_part_them(server: Server) -> None:
 
 
 def test_the_metadata_has_no_generated_inputs(server: Server) -> None:
-    """3.6: what `batch_input` makes is no client's input."""
+    """3.6: inputs that `batch_input` generates are not inputs of clients."""
     with triton.InferenceServerClient(server.grpc_url) as client:
         assert [each.name for each in client.get_model_metadata("sums").inputs] == ["X"]
         (made,) = client.get_model_config("sums").config.batch_input

@@ -1,6 +1,4 @@
-"""Model control: which models are served, in which mode, and how one is replaced while clients
-ask.
-"""
+"""Model control: the served models in each mode, and replacement of a model under load."""
 
 import base64
 import contextlib
@@ -49,7 +47,7 @@ def answer(http: Http, model: str = "constant") -> int:
 
 
 def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
-    """(name, version) -> (state, reason)."""
+    """Return the index: (name, version) -> (state, reason)."""
     listed = http.post("/v2/repository/index", body or None).ok().json()
     return {
         (item["name"], item.get("version", "")): (item.get("state", ""), item.get("reason", ""))
@@ -62,7 +60,7 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
-    """A server of all that is in two repositories, as it is without flags."""
+    """Start a server of all models in two repositories, without flags."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     repositories.add(one, "constant")
     repositories.add(two, "identity")
@@ -150,8 +148,10 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
 
 
 def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
-    """Both doors find it, and the other processes that hear its name have no other way to write it:
-    metrics, the process table, the log."""
+    """Both protocols find such a model.
+
+    Metrics, the process table and the log contain its name unchanged.
+    """
     names = (".a..b", "é: x", "m" * 255)
     for name in names:
         repositories.add_as(tmp_path, name, "constant")
@@ -173,7 +173,7 @@ def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
 
 
 def test_names_that_no_model_can_have(tmp_path: Path) -> None:
-    """In Triton's words, over both doors; HTTP has no path for the empty one."""
+    """The errors are Triton's, over both protocols. HTTP has no path for the empty name."""
     traversal = "model name must not contain path traversal characters"
     empty = "Model name cannot be empty. Please enter a valid name to deploy."
     texts = {
@@ -207,7 +207,7 @@ def test_names_that_no_model_can_have(tmp_path: Path) -> None:
 
 
 def test_a_named_configuration(tmp_path: Path) -> None:
-    """In the place of config.pbtxt where a model has one of that name."""
+    """A configuration with this name replaces config.pbtxt if the model has one."""
     repositories.add(tmp_path, "constant", "identity")
     written = (tmp_path / "constant" / "config.pbtxt").read_text()
     (tmp_path / "constant" / "configs").mkdir()
@@ -252,7 +252,7 @@ def test_a_broken_model_ends_the_server(repository: Path) -> None:
 
 
 def assert_versionless(server: Server) -> None:
-    """Of the folders without any version only one is a model."""
+    """Check that of the folders without a version, only one is a model."""
     unknown = "Request for unknown model: "
     with server.http() as http:
         for path, text in (
@@ -312,7 +312,7 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
 
 
 def test_without_its_repository_a_server_is_not_live(tmp_path: Path) -> None:
-    """It ends; or, where no error is to end it, it says so to who asks."""
+    """The server exits, or reports that it is not live if --exit-on-error is disabled."""
     missing = tmp_path / "missing"
     server = Server([missing], ["--exit-on-error=false"])
     try:
@@ -398,7 +398,9 @@ def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
 
 
 def test_a_request_that_is_wrong_says_nothing_of_the_model(explicit: Explicit) -> None:
-    """What it sends for a model that could be loaded, or the name of one that has gone."""
+    """Invalid content of a load request does not change the state of an existing model, nor of
+    one that was removed.
+    """
     server, repository = explicit
     repositories.add_as(repository, "wronged", "constant")
     with server.http() as http:
@@ -502,7 +504,7 @@ def test_a_model_that_is_only_in_the_request(explicit: Explicit) -> None:
 
 @contextlib.contextmanager
 def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
-    """Clients ask two models all the time, and are answered."""
+    """Run clients of two models during the block; each request must succeed."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
         http.load(name).ok()
@@ -529,7 +531,7 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
 
 @pytest.mark.parametrize("between", [0, 2])
 def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between: int) -> None:
-    """However many have come and gone since, which had nothing left to finish themselves."""
+    """Holds for any number of generations that ended in between without completing requests."""
     server, repository = explicit
     repositories.add(repository, "gated")
 
@@ -709,7 +711,7 @@ def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
 
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
-    """See `polling`."""
+    """Yield the server of the fixture `polling`."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
     with running([one, two], *flags) as started:
@@ -718,7 +720,7 @@ def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
 
 @pytest.fixture
 def polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server, Path, Path]]:
-    """A server that follows two repositories, which are empty at the beginning of each test."""
+    """Yield a server in poll mode with two repositories, which are empty when a test begins."""
     server, *folders = polling_server
     yield polling_server
     for folder in folders:
@@ -730,7 +732,7 @@ def polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server,
 
 
 def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
-    """Folders come and go as wholes: a poll in the middle would find a model that is broken."""
+    """Folders are moved atomically, because a poll could otherwise find an incomplete model."""
     server, repository, _ = polling
     for name in ("constant", "simple", "identity"):
         repositories.add_as(tmp_path, name, name).rename(repository / name)
@@ -757,7 +759,7 @@ def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
 
 
 def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
-    """One that takes its time to load, or hangs, does not keep the others from being followed."""
+    """A model whose load is slow, or hangs, does not delay changes of other models."""
     server, repository, _ = polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
@@ -774,7 +776,9 @@ def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Pat
 def test_a_model_that_comes_to_stand_in_two_repositories(
     tmp_path: Path, polling: tuple[Server, Path, Path]
 ) -> None:
-    """Polling unloads it, which leaves the server ready, and loads all of the one that is left."""
+    """Polling unloads the ambiguous model without making the server unready, and loads it when
+    one copy is removed.
+    """
     server, one, two = polling
     repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
     with server.http() as http:

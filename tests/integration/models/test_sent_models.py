@@ -1,4 +1,4 @@
-"""R18: what a client sends with a load request is run as code; who may send it."""
+"""R18: files in a load request are executed as code; only permitted clients may send them."""
 
 import base64
 import contextlib
@@ -46,7 +46,10 @@ def over_grpc(config: str) -> pb.RepositoryModelLoadRequest:
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["insecure", "tokens"])
 def test_who_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
-    """Where other hosts come in without a token: nobody; with tokens: who has the scope."""
+    """If other hosts can connect without a token: no client.
+
+    With tokens: clients with the scope.
+    """
     repositories.add(tmp_path / "models", "constant")
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN} model-repository,inference\n{OTHER} inference,metadata\n")
@@ -86,7 +89,7 @@ def test_who_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
 
 
 def load_over_http(http: Http, parameters: dict[str, str]) -> str:
-    """What is wrong with it; "" when nothing is."""
+    """Send a load request; return its error, or ""."""
     body = {"parameters": parameters} if parameters else None
     reply = http.post("/v2/repository/models/constant/load", body)
     if reply.status == 403:
@@ -110,7 +113,7 @@ def load_over_grpc(call: Any, parameters: dict[str, str]) -> str:
 def loads_of(
     server: Server, socket: Path, listener: str, uid: int
 ) -> Iterator[Callable[[dict[str, str]], str]]:
-    """Sends a load through a listener as user `uid`, a member of the server's group."""
+    """Yield a function that sends a load request as user `uid`, a member of the server's group."""
     with contextlib.ExitStack() as stack:
         if listener == "unix":
             http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket)))
@@ -128,7 +131,7 @@ def loads_of(
 
 @pytest.fixture(scope="module")
 def friendly() -> Iterator[tuple[Server, Path]]:
-    """A server that other users may reach, and its unix socket."""
+    """Yield a server that other users can connect to, and its Unix socket."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         folder.chmod(0o711)
@@ -143,7 +146,7 @@ def friendly() -> Iterator[tuple[Server, Path]]:
 @needs_users
 @pytest.mark.parametrize("listener", ["http", "unix", "grpc"])
 def test_which_users_may_send_a_model(friendly: tuple[Server, Path], listener: str) -> None:
-    """On this host: who runs the server. Others may load what the repository has, and no more."""
+    """On this host, only the server's user. Others may load only models of the repository."""
     server, socket = friendly
     with server.http() as http:
 

@@ -1,4 +1,4 @@
-"""Sequences over every door: ids and flags, control inputs of every datatype, iterative ones."""
+"""Sequences over every protocol: ids and flags, controls of every datatype, iterative sequences."""
 
 import json
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ PAIRS = ("int32", "fp32", "bool")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Models with sequences of every kind."""
+    """Yield a server of models with all kinds of sequences."""
     repository = tmp_path_factory.mktemp("sequences")
     for id_type in ID_TYPES:
         config = f"sequence_batching {{ direct {{ }} {IDLE} {controls('TYPE_' + id_type)} }}"
@@ -140,7 +140,7 @@ def ask(
     flags: int = 0,
     shape: tuple[int, ...] = (1, 1),
 ) -> Any:
-    """The status and the sum, or the error's text."""
+    """Return the status and the sum, or the error text."""
     given = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
     given["sequence_end"] = bool(flags & 2)
     tensor = json_input("INPUT0", np.full(shape, value, np.int32))
@@ -151,7 +151,7 @@ def ask(
 
 @pytest.mark.parametrize("id_type", ID_TYPES)
 def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
-    """The state is the model's, by `correlation_id()`; numbers and texts are told apart."""
+    """The model stores state by `correlation_id()`. Numbers and texts are different ids."""
     mine: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
     for sequence in mine:
         assert ask(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
@@ -177,7 +177,7 @@ def test_3_3_pairs_of_every_datatype(http: Http, pair: str) -> None:
 
 
 def test_tritonclient_over_both_protocols(server: Server) -> None:
-    """One name space of ids, whoever comes by whichever door."""
+    """All protocols share one name space of ids."""
     arrays = np.full((1, 1), 2, np.int32)
     for sequence in (17, "seventeen"):
         sums = []
@@ -201,7 +201,7 @@ def test_tritonclient_over_both_protocols(server: Server) -> None:
 
 
 def test_a_grpc_stream(server: Server) -> None:
-    """As Triton's examples of sequences do it."""
+    """Uses the same calls as Triton's examples of sequences."""
     answers: list[Any] = []
     with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.append((result, error)))
@@ -246,7 +246,7 @@ def test_the_native_client(server: Server) -> None:
 
 
 def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
-    """Its calls carry the id and the flags."""
+    """The calls contain the id and the flags."""
     with shmserve.client.connect(server.run_dir) as client:
         values = np.array([3, 4, 5], np.int32)
         result = client.infer("calling", VALUES=values, ID=np.array([b"called"], object))
@@ -257,7 +257,7 @@ def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
 
 @pytest.mark.parametrize("model", ["again", "again_oldest"])
 def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
-    """Each request gets an id of its own, and comes again without START until it is answered."""
+    """Each request has a generated id, and is rescheduled without START until it is answered."""
     for count in (1, 4, 2):
         tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
         found = http.infer(model, {"inputs": [tensor]}).ok().json()
@@ -268,7 +268,7 @@ def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
 
 
 def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
-    """Responses of every round, then the end."""
+    """Each round sends responses, and the last round the end."""
     with shmserve.client.connect(server.run_dir) as client:
         for count in (3, 1):
             one = np.full((1, 1), count, np.int32)
@@ -277,7 +277,9 @@ def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
 
 
 def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:
-    """Only there Triton takes them for the model's; without them no such model can be asked."""
+    """In Triton these parameters of /generate are passed to the model, so such a model cannot
+    be used.
+    """
     sums = []
     for flags in ({"sequence_start": True}, {}, {"sequence_end": True}):
         body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}
@@ -289,7 +291,7 @@ def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:
 
 @pytest.mark.parametrize("sequence", ["31", "from a shell", str(2**64 - 2)])
 def test_the_shells_client(server: Server, sequence: str) -> None:
-    """One sequence over all three ways."""
+    """One sequence uses all three protocols."""
     urls = [f"--url=http://{server.url}", f"--url=grpc://{server.grpc_url}"]
     urls.append(f"--run-dir={server.run_dir}")
     sums = []

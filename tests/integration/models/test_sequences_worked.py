@@ -1,4 +1,4 @@
-"""The two worked examples of sequences, step by step, and what the model saw in each."""
+"""Triton's two worked examples of sequences, step by step, with the controls that the model saw."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ Ask = Callable[..., "Future[Reply]"]
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A server whose models stand at the gate."""
+    """Start a server whose models wait at the gate."""
     for name, count, strategy in (
         ("pair", 2, "direct { }"),
         ("single", 1, "direct { }"),
@@ -33,14 +33,14 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def pool(server: Server) -> Iterator[RequestPool]:
-    """Clients that do not wait for one another."""
+    """Yield a pool for concurrent requests."""
     with request_pool(server) as them:
         yield them
         server.gate.release_all()
 
 
 def asking(pool: RequestPool, model: str) -> Ask:
-    """What sends a request of a sequence, with the value 1."""
+    """Return a function that sends a request of a sequence with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
         given: dict[str, Any] = {"sequence_id": sequence}
@@ -52,7 +52,7 @@ def asking(pool: RequestPool, model: str) -> Ask:
 
 
 def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
-    """What a model saw of the controls, slot by slot: nothing is 0 in those behind the last row."""
+    """Return the controls that a model saw by slot, with 0 for slots after the last row."""
     return {
         name: [int(value) for value in visit.message[name]]
         + [0] * (slots - len(visit.message[name]))
@@ -65,7 +65,7 @@ def sums(*replies: Future[Reply]) -> list[int]:
 
 
 def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
-    """Sequences 0 to 5, whose ids are 1 to 6."""
+    """The ids of sequences 0 to 5 are 1 to 6."""
     ask, gate = asking(pool, "pair"), server.gate
     begun = [ask(1, start=True)]
     first = gate.next()
@@ -155,8 +155,11 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
 
 
 def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: RequestPool) -> None:
-    """Both slots have had a first request: a lone one in slot 0 is one row, without one for the
-    idle slot 1, also where it is the first of another sequence; before slot 1's is a null row."""
+    """Both slots have had a request.
+
+    A lone request in slot 0 is one row, without a row for the idle slot 1, even if it starts
+    another sequence. A request in slot 1 is preceded by a null row.
+    """
     ask, gate = asking(pool, "single"), server.gate
 
     def alone(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
@@ -182,7 +185,7 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
 
 
 def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: RequestPool) -> None:
-    """Sequences A to D, whose ids are 1 to 4; 5 waits for one of them to end."""
+    """The ids of sequences A to D are 1 to 4. Sequence 5 waits until one of them ends."""
     ask, gate = asking(pool, "oldest"), server.gate
     replies = [ask(1, start=True)]
     visit = gate.next()

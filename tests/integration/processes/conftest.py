@@ -10,14 +10,14 @@ from tests.rigs.systemd_rig import Systemd, Unavailable, booted
 
 @pytest.fixture
 def manager() -> Iterator[Manager]:
-    """Yield a service manager that the test plays."""
+    """Yield a fake service manager."""
     with managed() as manager:
         yield manager
 
 
 @pytest.fixture
 def systemd() -> Iterator[Systemd]:
-    """Yield a real systemd; skip the test where none can be booted."""
+    """Yield a real systemd; skip the test if none can be booted."""
     try:
         with booted() as manager:
             yield manager

@@ -1,5 +1,5 @@
-"""The command line: help, errors in one line, the flags of a `tritonserver` command, and the other
-verbs.
+"""The command line: help, one-line errors, the flags of a `tritonserver` command, other
+commands.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tests.support.wire.raw_http import Http, json_input
     ],
 )
 def test_bad_flags(repository: Path, flags: tuple[str, ...], named: str) -> None:
-    """Of each kind of error one; tests/unit/config/test_options.py has them all."""
+    """One flag for each kind of error; tests/unit/config/test_options.py covers all flags."""
     refused = run_command("serve", f"--model-repository={repository}", *flags)
     assert refused.returncode == 2
     assert named in refused.stderr
@@ -51,7 +51,7 @@ def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
 def test_an_existing_triton_command_line_starts(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
-    """The log tells models and addresses, and once of each flag that it has no effect."""
+    """The log contains models and addresses, and one warning for each flag without effect."""
     repositories.add(
         repository,
         "constant",
@@ -310,7 +310,7 @@ def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> Non
 
 @pytest.fixture(scope="module")
 def every_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server with all the ways to it, and the flag for each."""
+    """Yield the flag for each way to connect to a server."""
     folder = tmp_path_factory.mktemp("doors")
     flags = ("--model-control-mode=explicit", "--load-model=*")
     repositories.add(folder, "completed", "text")
@@ -327,7 +327,7 @@ def every_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, s
 
 
 def infer(door: str, *arguments: str) -> Any:
-    """What `shmserve client infer` prints."""
+    """Return the output of `shmserve client infer`."""
     done = run_command("client", "infer", *arguments, door)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -335,7 +335,7 @@ def infer(door: str, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
 def test_client_infer(every_door: dict[str, str], door: str, tmp_path: Path) -> None:
-    """The answer is the same by every door."""
+    """The response is the same over every protocol."""
     there = every_door[door]
     assert infer(there, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
@@ -358,7 +358,7 @@ def test_client_infer(every_door: dict[str, str], door: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
 def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> None:
-    """The text is the same by every door, too."""
+    """The error text is the same over every protocol, too."""
     for arguments, told in (
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
@@ -369,14 +369,14 @@ def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> 
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
-    """What `shmserve client` returns and prints, to stdout and stderr."""
+    """Run `shmserve client`; return its status and its output on stdout and stderr."""
     status = client.run(arguments)
     shown = capsys.readouterr()
     return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
 
 
 def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """They do and print the same by every door, with the flags before the verb or after it."""
+    """They act and print the same over every protocol, with flags before or after the command."""
     printed = []
     for there in every_door.values():
         assert ask(capsys, there, "unload", "halves") == (0, [], "")
@@ -409,7 +409,7 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
 def test_client_without_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No verb asks whoever listens at the usual port."""
+    """No command connects to another server at the default port."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for verb in (("infer", "m", "--input=X=1"), ("models",)):
         assert ask(capsys, *verb) == (

@@ -1,4 +1,4 @@
-"""The dashboard of a real server: who may see it, and what a real browser shows of it."""
+"""The dashboard of a real server: its access control, and its display in a real browser."""
 
 import contextlib
 import json
@@ -29,14 +29,14 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromi
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """A model of every kind, and one that does not load."""
+    """Start a server with a model of every kind, and one that does not load."""
     watched.add_models(models)
     return start(models, *FLAGS)
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
-    """A browser's; nothing went wrong in it."""
+    """Yield a browser page, and check that it has logged no error."""
     with browser(tmp_path) as opened:
         opened.size(1280, 900)
         yield opened
@@ -168,7 +168,9 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
 
 @needs_chromium
 def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) -> None:
-    """Ten minutes in the server: what happened before a page was opened is in its charts."""
+    """The server stores ten minutes of history, so charts include events before the page was
+    opened.
+    """
     with watched.asked(server):
         until("all are asked", lambda: answered(server, "simple") > 8)
         until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
@@ -288,7 +290,7 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, pa
 
 @needs_chromium
 def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -> None:
-    """It asks for a token; one for inference is enough, to see the models and to ask them."""
+    """The page asks for a token; a token for inference suffices to list and call the models."""
     for phone in (False, True):
         page.size(390 if phone else 1280, 844, phone=phone)
         page.navigate(f"http://{guarded.url}/docs?{phone}")
@@ -317,7 +319,10 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
 
 @needs_chromium
 def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, page: Page) -> None:
-    """Each "Try", and each line pasted to a shell; a model on demand has its inputs once loaded."""
+    """Tests each "Try" button, and each command line in a shell.
+
+    A model on demand shows its inputs once loaded.
+    """
     repository = tmp_path / "models"
     watched.add_models(repository, generative=True)
     repositories.add(repository, "repeat", "types", "constant")
@@ -407,7 +412,7 @@ def test_it_is_there_again_after_a_restart(tmp_path: Path, page: Page) -> None:
 
 @needs_chromium
 def test_200_models(server: Server, page: Page) -> None:
-    """Of one event: the browser's part of it."""
+    """Measures the browser's work for one event."""
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
     page.run("abort.abort(); watch = () => {}; connect = () => new Promise(() => {})")

@@ -1,4 +1,4 @@
-"""The server's events, as whoever listens to them is told."""
+"""The server's events, as its subscribers receive them."""
 
 import contextlib
 import itertools
@@ -53,7 +53,9 @@ def heard(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
 def following(
     server: Server, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
-    """`shmserve events --follow`, and its next line."""
+    """Run `shmserve events --follow`; yield the process and a function that returns its next
+    line.
+    """
     command = [sys.executable, "-m", "shmserve", "events", "--follow", *flags]
     with subprocess.Popen(
         [*command, f"--run-dir={server.run_dir}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -128,7 +130,9 @@ def test_regions(server: Server, events: EventReader) -> None:
 
 
 def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
-    """It is told, listed and counted as regions are, and cannot be named by a request."""
+    """A local client's memory is reported, listed and counted like a region, but requests
+    cannot name it.
+    """
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
         kept = program.allocate({"x": ((16,), "INT32")})
@@ -218,7 +222,7 @@ def test_no_server(tmp_path: Path) -> None:
 
 
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
-    """Its threads are in no process that others are forked from."""
+    """No process that forks others has ZeroMQ's threads."""
 
     def uses(pid: int) -> bool:
         return "libzmq" in Path(f"/proc/{pid}/maps").read_text()
@@ -227,7 +231,7 @@ def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
 
 
 def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
-    """It is told what it missed, as far as there is room for it, when it goes on."""
+    """A stopped subscriber receives the missed events later, as far as its queue holds them."""
     with (
         SharedObject(4096) as made,
         server.http() as http,
@@ -246,7 +250,7 @@ def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
 
 
 def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
-    """Beyond that room: what it reads and what it is told that it lost add up to all there were."""
+    """If the queue overflows, the received events and the reported losses add up to all events."""
     pairs, name = 1200, "n" * 250
     read = lost = 0
     last = -1

@@ -1,5 +1,8 @@
-"""`shmserve grafana`: every query of the dashboard and of the alerts, run by a real Prometheus that
-scrapes a real server; what they name, held against the server's metrics."""
+"""`shmserve grafana`: every query of the dashboard and the alerts, with a real Prometheus and
+server.
+
+The names in the queries are compared with the server's metrics.
+"""
 
 import contextlib
 import json
@@ -108,7 +111,7 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
 
 
 class Prometheus:
-    """A real one, which scrapes a server every two seconds."""
+    """A real Prometheus that scrapes a server every two seconds."""
 
     def __init__(self, folder: Path, server: Server) -> None:
         assert PROMETHEUS
@@ -140,13 +143,13 @@ class Prometheus:
             )
 
     def get(self, path: str, **query: str) -> Any:
-        """The data of a response of its API."""
+        """Return the data of a response of its API."""
         url = f"http://{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=10) as response:
             return json.load(response)["data"]
 
     def numbers(self, query: str) -> list[float]:
-        """The values that a query has now, but for those that are none."""
+        """Return the current values of a query, without NaN."""
         result = self.get("query", query=query)["result"]
         values = [float(each["value"][1]) for each in result]
         return [value for value in values if not math.isnan(value)]
@@ -163,7 +166,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has seen all models being asked for a while."""
+    """Yield a Prometheus that has observed requests to all models for a while."""
     started = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
         until(f"it scrapes:\n{started.log.read_text()}", started.scrapes, 30)
@@ -207,7 +210,7 @@ def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prom
 
 
 def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:
-    """A test of promtool: exactly these alerts fire at a time."""
+    """Return a promtool test in which exactly these alerts fire at a time."""
     expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
     return {
         "interval": "30s",
@@ -247,7 +250,7 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
 
 @needs_promtool
 def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
-    """Triton's names have a style that promtool advises against."""
+    """Promtool's advice against the style of Triton's names is ignored."""
     assert PROMTOOL
     with watched.asked(server, generative=True):
         page = server.metrics()
@@ -259,7 +262,7 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
 
 
 def test_what_is_named_is_there(server: Server) -> None:
-    """Where there is no Prometheus, too."""
+    """This test also runs without Prometheus."""
     with watched.asked(server, generative=True):
         until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))
         page = server.metrics()

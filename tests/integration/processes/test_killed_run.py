@@ -1,4 +1,4 @@
-"""A test run or a benchmark that is killed: its servers end, and nothing of them is left."""
+"""A killed test run or benchmark: its servers are ended and leave nothing."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The logging extension over both listeners, and that every process of a server logs as it says."""
+"""The logging extension over both protocols: every process of a server applies the settings."""
 
 import contextlib
 import re
@@ -52,7 +52,7 @@ def add_talker(repository: Path, name: str = "talker") -> None:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Two HTTP gateways, one for gRPC, a scheduler and a worker."""
+    """Start a server with two HTTP gateways, one for gRPC, a scheduler and a worker."""
     add_talker(models)
     add_talker(models, "late")
     flags = ("--gateways=2", "--model-control-mode=explicit", "--load-model=talker")
@@ -61,7 +61,7 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[Http]:
-    """A connection; the settings are afterwards what they were."""
+    """Yield a connection, and restore the settings afterwards."""
     with server.http() as connection:
         yield connection
     # A new connection, because the gateway of the first may have exited.
@@ -77,7 +77,7 @@ def settings(http: Http) -> dict[str, Any]:
 
 
 def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
-    """LogSettings: a bool, int or str sets the member of that type, None none."""
+    """Send LogSettings: a bool, int or str sets the member of that type, None sets none."""
     request = pb.LogSettingsRequest()
     for name, value in wanted.items():
         setting = request.settings[name]
@@ -226,15 +226,16 @@ def test_tritons_clients(server: Server, http: Http) -> None:
 
 
 def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
-    """What the processes with a role that starts so have written in the default format, without
-    the role."""
+    """Return the log lines of processes whose role has this prefix, in the default format
+    without the role.
+    """
     number = r"\d+" if pid is None else str(pid)
     start = rf"(?m)^([DIWE]) \S+ {re.escape(role)}[^\[\n]*\[{number}\] (.*)$"
     return [" ".join(found) for found in re.findall(start, server.log())]
 
 
 def told(server: Server, level: int) -> Callable[[], bool]:
-    """Whether every process has said that it logs at this level, which it does at that level."""
+    """Return a check that every process has logged its change to this level."""
 
     def holds() -> bool:
         text = f"log_verbose_level={level},"
@@ -247,7 +248,7 @@ def told(server: Server, level: int) -> Callable[[], bool]:
 
 
 def gateway_of(server: Server, http: Http) -> int:
-    """The pid of the gateway at the other end of a connection."""
+    """Return the pid of the gateway of a connection."""
     http.get("/v2/health/live")
     port = http.local_port
     for gateway in server.find("gateway http"):
@@ -303,7 +304,7 @@ def test_a_model_is_heard_as_far_as_the_settings_say(
 
 
 def spoken(server: Server, http: Http) -> str:
-    """The levels of what the model is heard to say about one request."""
+    """Return the levels of the lines that the model logs about one request."""
     before = len(lines(server, "worker talker"))
     http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent
     said = lines(server, "worker talker")[before:]
@@ -311,7 +312,7 @@ def spoken(server: Server, http: Http) -> str:
 
 
 def in_iso(server: Server, pid: int) -> bool:
-    """Whether this process has written a debug line in the format ISO8601."""
+    """Return whether a process has written a debug line in the format ISO8601."""
     return re.search(rf"(?m)^\d\S+Z D {pid} [^\]]+\] ", server.log()) is not None
 
 
@@ -346,7 +347,7 @@ def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: H
 
 
 def test_flags_are_the_first_settings(tmp_path: Path) -> None:
-    """Also for what is written before there is a listener, and by each process."""
+    """The flags apply to every process, and to lines written before the listener exists."""
     add_talker(tmp_path / "models")
     path = tmp_path / "file"
     flags = ("--log-info=false", "--log-verbose=true", "--log-format", "ISO8601")

@@ -1,4 +1,4 @@
-"""Statistics and metrics: after a known set of requests, every counter has a known value."""
+"""Statistics and metrics: every counter has the expected value after a known set of requests."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -30,7 +30,7 @@ REASONS = {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
 
 @pytest.fixture(scope="module")
 def counted(models: Path, start: Start) -> Server:
-    """A server of models of which each test asks its own."""
+    """Start a server with separate models for each test."""
     repositories.add(models, "simple", "crimes")
     for name in ("untouched", "closing"):
         repositories.add_as(models, name, "simple")
@@ -38,7 +38,7 @@ def counted(models: Path, start: Start) -> Server:
 
 
 def rows(count: int) -> dict[str, Any]:
-    """A request of so many rows for the model "simple"."""
+    """Return a request of `count` rows for the model "simple"."""
     zeros = np.zeros((count, 16), np.int32)
     return {"inputs": [json_input("INPUT0", zeros), json_input("INPUT1", zeros)]}
 

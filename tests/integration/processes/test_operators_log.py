@@ -1,4 +1,4 @@
-"""What an operator reads in the log of failures, deaths and returns; and commands with a token."""
+"""The operator's log of failures, exits and recoveries, and commands with a token."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the supervisor's process table makes of what the kernel says."""
+"""The supervisor's process table, with real exits and signals."""
 
 from tests.support.servers import run_python
 
@@ -115,12 +115,12 @@ asyncio.run(main())
 
 
 def test_a_process_that_is_continued_while_nobody_looks() -> None:
-    """The supervisor stood still, too: what it sees first is that the time is over."""
+    """The supervisor was stopped as well, so it detects an expired time limit first."""
     assert output(_LATE) == "signal 15\n"
 
 
 def test_an_end_that_cannot_be_dealt_with() -> None:
-    """It is logged, and the next one is seen."""
+    """The exception is logged, and the next exit is handled."""
     told = sorted(output(_TROUBLE).splitlines())
     assert told == [
         "RuntimeError('one')",
@@ -131,17 +131,17 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
 
 
 def test_a_process_whose_maker_is_a_stray() -> None:
-    """The stray is killed, with what else it started; the process is not."""
+    """The unknown parent is killed with its other children; the known process is not."""
     assert output(_BETWEEN) == "signal 15\n"
 
 
 def test_shared_memory_of_a_killed_process_is_removed() -> None:
-    """Python's resource tracker removes what its program has made, and exits."""
+    """Python's resource tracker removes the objects of its program, and exits."""
     assert output(_SHARED) == "[True, True]\nsignal 9\n"
 
 
 def output(script: str) -> str:
-    """What a script prints; nothing else may be said."""
+    """Return the output of a script, which must not log anything else."""
     found = run_python("-c", script, timeout_s=20)
     assert found.stderr == ""
     return found.stdout

@@ -1,4 +1,4 @@
-"""The server as a tree of processes: titles, gateways, ports, draining, and the exit status."""
+"""The server as a process tree: titles, gateways, ports, draining, and the exit status."""
 
 import contextlib
 import os
@@ -73,14 +73,16 @@ def test_every_process_says_what_it_is(server: Server) -> None:
 
 
 def test_nothing_of_the_server_has_a_name_in_shared_memory(server: Server) -> None:
-    """R7: internal memory cannot be registered, for it has no name."""
+    """R7: internal memory has no name, so it cannot be registered."""
     with Load(server, simple=1, memory=0):
         mapped = {m.path for process in server.tree() for m in process.memory_maps()}
         assert not [path for path in mapped if path.startswith("/dev/shm/")]
 
 
 def test_two_gateways_share_the_port(server: Server) -> None:
-    """The kernel draws lots for each connection: there are more until both have won some."""
+    """The kernel assigns each connection to a random gateway, so the test connects until both
+    have some.
+    """
     gateways = server.find("gateway http")
     assert len(gateways) == 2
     with contextlib.ExitStack() as more, Load(server, simple=6, memory=3) as asking:
@@ -100,21 +102,21 @@ def test_two_gateways_share_the_port(server: Server) -> None:
 
 
 def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
-    """A worker runs foreign code: it holds no listening socket, and none of a client."""
+    """A worker runs foreign code, so it has no listening socket and no client's connection."""
     http.get("/v2/health/live").ok()
     assert server.find_one("worker simple.0").net_connections("tcp") == []
     assert server.find_one("scheduler simple").net_connections("tcp") == []
 
 
 def test_no_process_can_gain_privileges(server: Server) -> None:
-    """R24: what models run (setuid programs) has no more rights than the server."""
+    """R24: setuid programs that models run have no more rights than the server."""
     for process in server.tree()[1:]:
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "NoNewPrivs:\t1\n" in status, process.cmdline()
 
 
 def errors(server: Server) -> list[str]:
-    """What the log says went wrong."""
+    """Return the errors in the log."""
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 
 
@@ -164,7 +166,9 @@ def test_sigterm_under_load(repository: Path) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> None:
-    """But for one that comes at once: timeout(1) signals its child, and then the group of both."""
+    """A second signal that follows at once is ignored: timeout(1) signals its child, and then
+    the whole group.
+    """
     repositories.add(repository, "gated")
     server = Server([repository])
     try:
@@ -238,7 +242,7 @@ def test_sigterm_while_loading(repository: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["serve", "check"])
 def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) -> None:
-    """There is something to clear away already, and still."""
+    """At both moments the server has files that it must remove."""
     (tmp_path / "models").mkdir()
     given = [f"--model-repository={tmp_path}/models"]
     flags = [*given, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]

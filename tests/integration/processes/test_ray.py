@@ -1,5 +1,6 @@
-"""`shmserve.ray`: one server a node of a real Ray cluster, of which a node is killed; and the
-server of a node by itself."""
+"""`shmserve.ray`: one server per node of a real Ray cluster, one of whose nodes is killed; and
+a node's server without Ray.
+"""
 
 import asyncio
 import contextlib
@@ -77,8 +78,11 @@ output { name: "ROWS" data_type: TYPE_INT32 dims: 1 }
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short one, with a repository: `named` says on which node it is, as often as it is asked
-    to; `rows` how many requests were executed together."""
+    """Yield a short path with a repository.
+
+    The model `named` returns the name of its node, once or several times. `rows` returns the number
+    of requests executed together.
+    """
     path = Path(tempfile.mkdtemp(prefix="st-"))
     for name, model, config in (("named", NAMED, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
         repositories.write(path / "models", name, config, model)
@@ -87,7 +91,9 @@ def folder() -> Iterator[Path]:
 
 
 def of(folder: Path) -> list[psutil.Process]:
-    """The processes whose temporary files are in a folder; a supervisor shows no environment."""
+    """Return the processes whose temporary files are in a folder; a supervisor hides its
+    environment.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -97,13 +103,13 @@ def of(folder: Path) -> list[psutil.Process]:
 
 
 def until_nothing_is_left(folder: Path) -> None:
-    """Neither processes nor their files."""
+    """Wait until no processes and no files of them are left."""
     until(f"nothing is left of {folder}", lambda: not of(folder) and not os.listdir(folder), 20)
 
 
 @pytest.fixture
 def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files and run directories of what a test starts."""
+    """Return the folder for temporary files and run directories of a test's processes."""
     path = folder / "own"
     path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(path))
@@ -161,7 +167,7 @@ class Cluster:
 
 
 class Stream:
-    """A stream of `count` responses of `named`, of which the first is there."""
+    """A stream of `count` responses of `named`, the first of which has arrived."""
 
     def __init__(self, port: int, count: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -177,7 +183,11 @@ class Stream:
         return [str(json.loads(event)["NODE"]) for event in found]
 
     def rest(self) -> list[str]:
-        """What comes after the first. Raises http.client.IncompleteRead if it is cut off."""
+        """Return the responses after the first.
+
+        Raises:
+            http.client.IncompleteRead: The stream was cut off.
+        """
         with contextlib.closing(self._connection):
             return self._nodes(self._response.read())
 
@@ -208,7 +218,7 @@ def test_a_node_is_killed(folder: Path) -> None:
 
 
 def _batches_are_made(port: int) -> None:
-    """With what Ray lets into a replica by default, none would have more than five requests."""
+    """Check the batch size; with Ray's default concurrency it would not exceed five requests."""
 
     def rows(_: int) -> int:
         with contextlib.closing(Http(port)) as connection:
@@ -246,7 +256,7 @@ async def started(args: dict[str, object]) -> AsyncIterator[NodeServer]:
 
 
 def launched_here() -> list[psutil.Process]:
-    """The processes that node servers have started as children of this one."""
+    """Return the processes that node servers have started as children of this process."""
     children = psutil.Process().children()
     return [each for each in children if "shmserve.ray.launch" in each.cmdline()]
 
@@ -326,7 +336,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("with_its_child", [False, True])
 def test_nothing_outlives_a_replica(own: Path, with_its_child: bool) -> None:
-    """Ray kills a replica's children, too, when it can."""
+    """Ray kills the children of a replica, too, when it can."""
     flags = json.dumps({**FLAGS, "model-repository": str(own.parent / "models")})
     command = [sys.executable, "-c", REPLICA, flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:

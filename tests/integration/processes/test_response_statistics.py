@@ -1,4 +1,4 @@
-"""Statistics and metrics of a decoupled model, as tritonclient and a scrape see them."""
+"""Statistics and metrics of a decoupled model, over tritonclient and in a scrape."""
 
 import re
 from pathlib import Path
@@ -21,8 +21,9 @@ model_metrics {{ metric_control {{
 
 @pytest.fixture(scope="module")
 def repeating(models: Path, start: Start) -> Server:
-    """A server of a model that repeats each element of its input as a response, one for each
-    test."""
+    """Start a server with models that repeat each input element as a response, one for each
+    test.
+    """
     repositories.add(models, "repeat", config=BUCKETS)
     for name in ("standard", "cancelled", "killed"):
         repositories.add_as(models, name, "repeat")

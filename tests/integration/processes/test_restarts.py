@@ -1,6 +1,6 @@
-"""Restarts that clients do not notice: of every door under load, while servers come and go.
+"""Restarts without failed requests: load over every protocol while servers are replaced.
 
-`SHMSERVE_RESTARTS` says how many restarts there are, of each kind.
+`SHMSERVE_RESTARTS` sets the number of restarts of each kind.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
 
 class Load:
-    """The clients' program."""
+    """The program that runs the clients."""
 
     def __init__(self, command: Sequence[str | Path]) -> None:
         pipe = subprocess.PIPE
         self._program = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
 
     def found(self) -> dict[str, dict[str, int]]:
-        """What each door's clients have got, and how often."""
+        """Return the results of the clients of each protocol, and their numbers."""
         assert self._program.stdin is not None and self._program.stdout is not None
         with contextlib.suppress(ValueError):  # raised if the program was ended
             self._program.stdin.write("\n")
@@ -45,7 +45,7 @@ class Load:
         return found
 
     def wait_answered(self) -> None:
-        """Return once each door's clients have had some more answers each."""
+        """Wait until the clients of each protocol have further responses."""
         had = {door: sum(counts.values()) for door, counts in self.found().items()}
 
         def answered() -> bool:
@@ -55,7 +55,7 @@ class Load:
         until("every door answers", answered, within_s=60)
 
     def end(self) -> dict[str, dict[str, int]]:
-        """Stop; what they have got in all."""
+        """Stop the program; return all results."""
         assert self._program.stdin is not None and self._program.stdout is not None
         self._program.stdin.close()
         found: dict[str, dict[str, int]] = json.loads(self._program.stdout.readlines()[-1])
@@ -65,7 +65,7 @@ class Load:
 
 
 def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
-    """Every answer was right."""
+    """Check that every response was correct."""
     print(found)
     assert {door: list(counts) for door, counts in found.items()} == {
         door: ["right"] for door in ("http", "grpc", "native")
@@ -120,7 +120,9 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
 
 
 def test_by_taking_over(folder: Path) -> None:
-    """Each server is started beside the one before, and nobody else is there for the sockets."""
+    """Each server is started while its predecessor runs, without a service manager for the
+    sockets.
+    """
     run_dir = folder / "run"
     server = Server([folder / "models"], run_dir=run_dir, grpc=True)
     first, load = server, None

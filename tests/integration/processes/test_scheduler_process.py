@@ -1,4 +1,4 @@
-"""The scheduler as a process, between a client, a worker and a supervisor that the test plays."""
+"""The scheduler as a process; the test acts as its client, its worker and its supervisor."""
 
 import itertools
 import os
@@ -78,7 +78,7 @@ sys.stdin.read()
 
 
 class Stage:
-    """A scheduler process with one instance of a model, which the test plays, as all its peers."""
+    """A scheduler process with one instance of a model; the test acts as all of its peers."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -120,18 +120,18 @@ class Stage:
         self.control.flush()
 
     def all(self, link: Dealer | Router) -> list[Any]:
-        """What is here for a peer, once there is something."""
+        """Wait for messages to a peer; return all of them."""
         messages = arrived(link, PATIENCE_MS / 1000)
         assert messages, "the scheduler says nothing"
         return messages
 
     def next(self, link: Dealer | Router) -> Any:
-        """The only message for a peer."""
+        """Return the only message to a peer."""
         (message,) = self.all(link)
         return message
 
     def end(self) -> int:
-        """Stop the scheduler, and then its process; its exit status."""
+        """Stop the scheduler and then its process; return the exit status."""
         self.tell(Stop())
         while SchedulerClosed(NUMBER, "") not in [each for _, each in self.all(self.control)]:
             pass
@@ -140,7 +140,7 @@ class Stage:
         return self.process.wait(5)
 
     def until_drained(self) -> None:
-        """Return when it is; its counts come before, and that an instance has executed."""
+        """Wait for `Drained`, after the scheduler's counts and the report of an execution."""
         told: list[Any] = []
         while Drained() not in told:
             told += [message for _, message in self.all(self.control)]
@@ -148,14 +148,14 @@ class Stage:
         assert before == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
-        """A client's request."""
+        """Submit a request; return its number."""
         number, now = next(self.numbers), time.monotonic_ns()
         deadline = now + timeout_ns if timeout_ns else 0
         self.client.send(m.Submit(number, *WORK, now, deadline, 0, 0))
         return number
 
     def finish(self, batch: m.Execute) -> None:
-        """The worker's return of a batch."""
+        """Send the worker's results of a batch."""
         now = time.monotonic_ns()
         replies = [m.Reply(key, "", "", *DONE) for key in (each.key for each in batch.requests)]
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
@@ -214,8 +214,9 @@ def test_it_has_a_name_and_ends_only_when_it_is_told(stage: Stage) -> None:
 
 
 def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
-    """A gateway says that it knows the successor after its last request, which may be unread yet
-    when the drain is asked for: a process may sleep for long where there is much to do.
+    """A gateway acknowledges the successor after its last request.
+
+    A busy scheduler may not have read this request yet when the drain begins.
     """
     stage.submit()
     stage.next(stage.worker)
@@ -253,8 +254,8 @@ def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
 
 
 def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
-    """Never shorter than 100 us, and not rounded up to a millisecond, of which one delay that was
-    shorter is proof enough: how long they are is measured in bench.
+    """No delay is shorter than 100 us, and one below a millisecond proves that delays are not
+    rounded up. The benchmarks measure the durations.
     """
     for _ in range(300):
         stage.submit()

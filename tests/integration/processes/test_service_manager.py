@@ -1,4 +1,4 @@
-"""A server that a service manager has started: told when it is ready, given its sockets."""
+"""A server started by a service manager: readiness notifications and inherited sockets."""
 
 import contextlib
 import signal
@@ -71,7 +71,7 @@ def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Pa
 
 
 def test_a_reload(manager: Manager, repository: Path) -> None:
-    """What may change while the server runs does, and the log says what may not."""
+    """Changeable settings take effect, and the log names changes that need a restart."""
     file, tokens = repository.parent / "flags", repository.parent / "tokens"
     tokens.write_text("the-first-of-tokens\n")
     file.write_text(f"auth-token-file: {tokens}\nid: one\n")
@@ -127,7 +127,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
 
 
 def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Path) -> None:
-    """They are open before it starts and after it has ended: whoever connects meanwhile waits."""
+    """The sockets are open before the start and after the exit, so clients wait meanwhile."""
     with (
         socket.create_server(("127.0.0.1", 0)) as http,
         socket.create_server(("127.0.0.1", 0)) as grpc,
@@ -186,7 +186,7 @@ def test_registrations_outlive_the_server(
     number: signal.Signals,
     short_folder: Path,
 ) -> None:
-    """The service manager keeps them, and gives them to the next."""
+    """The service manager stores the descriptors and passes them to the next server."""
     repositories.add(repository, "identity")
     ask: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -215,6 +215,6 @@ def test_registrations_outlive_the_server(
 
 
 def ready(port: int) -> bool:
-    """Whether the server there says so."""
+    """Return whether the server at a port is ready."""
     with contextlib.closing(Http(port)) as http:
         return http.get("/v2/health/ready").status == 200

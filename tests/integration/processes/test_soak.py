@@ -1,4 +1,4 @@
-"""The long run, for a moment: nothing grows, and nothing fails."""
+"""A short run of the soak test: no resource grows, and no request fails."""
 
 from tests.support.servers import run_python
 

@@ -1,4 +1,4 @@
-"""A server that is started without stdin, stdout or stderr, as daemons are."""
+"""A server that is started without stdin, stdout or stderr, like a daemon."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def test_what_is_closed_is_dev_null(closed: tuple[int, ...]) -> None:
 
 
 def test_no_socket_takes_their_place(repository: Path) -> None:
-    """In no process of a server: what a model prints must not reach a socket."""
+    """In every process, the descriptors 0 to 2 are no sockets, to which a model could print."""
     repositories.add(repository, "simple")
     prefix = ("sh", "-c", 'exec "$@" 0>&- 1>&- 2>&-', "sh")
     with running(repository, prefix=prefix) as server:

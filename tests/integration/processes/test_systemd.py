@@ -1,4 +1,4 @@
-"""A server that a real systemd runs by the units of `shmserve systemd install`, in its sandbox."""
+"""A server under a real systemd, with the units of `shmserve systemd install` and its sandbox."""
 
 import contextlib
 import ctypes
@@ -56,7 +56,7 @@ with shmserve.client.connect("/run/shmserve/server") as server:
 
 @pytest.fixture
 def installed(systemd: Systemd) -> Systemd:
-    """With the units, a journal, and a model where it is looked for."""
+    """Install the units, a journal, and a model in the default repository."""
     hidden = ("/home", "/root", "/tmp")
     if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
         pytest.skip("this Python is in a folder that a service does not see")
@@ -87,7 +87,7 @@ def start(systemd: Systemd, *units: str) -> None:
 
 
 def processes(systemd: Systemd) -> dict[str, int]:
-    """The server's processes, by their titles, as they are numbered here."""
+    """Return the pids of the server's processes by title, in the test's pid namespace."""
     group = systemd.show(SERVICE, "ControlGroup")
     pids = systemd.path(f"/sys/fs/cgroup{group}/cgroup.procs").read_text().split()
     return {title_of(int(pid)): int(pid) for pid in pids}
@@ -95,7 +95,7 @@ def processes(systemd: Systemd) -> dict[str, int]:
 
 @contextlib.contextmanager
 def hung(pid: int) -> Iterator[None]:
-    """Have a process do nothing, which nobody but a debugger is told of, until it is killed."""
+    """Suspend a process with a debugger, which no other process can detect, until it is killed."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
         assert ptrace(request, pid, None, None) == 0, os.strerror(ctypes.get_errno())
@@ -110,13 +110,15 @@ def hung(pid: int) -> Iterator[None]:
 
 
 def wait_restarts(systemd: Systemd, count: int) -> None:
-    """Return once the service manager has started the server again so often."""
+    """Wait until the service manager has restarted the server `count` times."""
     until("a restart", lambda: systemd.show(SERVICE, "NRestarts") == str(count), within_s=30)
     until("a server", lambda: systemd.show(SERVICE, "SubState") == "running", within_s=60)
 
 
 def status_of(systemd: Systemd, *more: str, groups: str) -> str:
-    """The HTTP status that a client of these groups gets at the unix socket; 000: none."""
+    """Return the HTTP status for a client with these groups at the Unix socket, or 000 if it
+    cannot connect.
+    """
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *more)
     where = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
     return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
@@ -190,7 +192,7 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
 
 
 def test_further_servers(installed: Systemd) -> None:
-    """One listens where its flags say, one where its sockets do."""
+    """One server listens at the addresses of its flags, the other at its sockets."""
     systemd = installed
     flags = "model-repository: /var/lib/shmserve/models\n"
     green = flags + "http-port: 9000\nmetrics-port: 9002\nallow-grpc: no\n"

@@ -1,5 +1,7 @@
-"""A server that is to take the place of a running one: what may go wrong, and that the one that
-runs goes on then. Clients who do not notice: test_restarts.py."""
+"""Failures while a server takes over from a running one, which must then continue.
+
+For uninterrupted clients see test_restarts.py.
+"""
 
 import contextlib
 import signal
@@ -35,7 +37,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its model waits at the gate while it is loaded."""
+    """Write a repository whose model waits at the gate while it is loaded."""
     folder = tmp_path_factory.mktemp("slow")
     repositories.add_slow(folder, "slow")
     return folder
@@ -49,7 +51,7 @@ def run_dir() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def first(repository: Path, run_dir: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """The server whose place another one is to take."""
+    """Yield the server that another server replaces."""
     server = Server([repository], flags, run_dir=run_dir, environment=environment)
     try:
         yield server.wait_ready()
@@ -64,7 +66,7 @@ def next_to(server: Server, repository: Path, *flags: str) -> Server:
 
 
 def refusal(run_dir: Path, repository: Path) -> str:
-    """Why a server cannot take over there: a line, as the operator sees it."""
+    """Return the one-line error of a server that cannot take over."""
     server = Server([repository], [TAKE_OVER], run_dir=run_dir)
     try:
         assert server.wait_exit(30) not in (0, None)
@@ -122,7 +124,10 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
 
 
 def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run_dir: Path) -> None:
-    """Killed, told to end, or without a model: the first one goes on, and can be followed still."""
+    """The successor is killed, terminated, or has no model.
+
+    The first server continues and can still be replaced.
+    """
     with first(repository, run_dir) as server, server.http() as http:
         asked = InferInMemory(http)
         for number in (signal.SIGKILL, signal.SIGTERM):
@@ -158,7 +163,7 @@ def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Pat
 
 
 def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
-    """Unix sockets, addresses and regions, to the third server; the last one leaves nothing."""
+    """Unix sockets, addresses and regions are taken over twice; the last server leaves nothing."""
     path = run_dir.parent / "http.sock"
     flags = (f"--http-unix-socket={path}", "--gateways=1")
     server = Server([repository], flags, run_dir=run_dir)

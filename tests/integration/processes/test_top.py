@@ -1,4 +1,4 @@
-"""`shmserve top` in a terminal of 80 by 24, beside a real server."""
+"""`shmserve top` in a terminal of 80 by 24 characters, with a real server."""
 
 import contextlib
 import fcntl
@@ -30,7 +30,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 class Terminal:
-    """A program in a terminal of its own, and what is on its screen."""
+    """A program in its own terminal, and the contents of its screen."""
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -49,12 +49,12 @@ class Terminal:
         self._written = ""
 
     def screen(self) -> list[str]:
-        """The lines of the last whole frame."""
+        """Return the lines of the last complete frame."""
         frame = self._written.rpartition("\x1b[H")[2]
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n")
 
     def wait(self, pattern: str, within_s: float = 20.0) -> list[str]:
-        """The screen once its text has this."""
+        """Return the screen once its text matches a pattern."""
         deadline = time.monotonic() + within_s
         while not re.search(pattern, "\n".join(self.screen())):
             left = deadline - time.monotonic()
@@ -67,7 +67,7 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     def close(self) -> None:
-        """End it, if it has not; the terminal must be as it was."""
+        """End the program; the terminal's settings must be restored."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()

@@ -1,4 +1,4 @@
-"""Where a request's time went: asked for, logged, and by whose trace."""
+"""The phases of requests: in responses, in the log, and in traces."""
 
 import json
 import re
@@ -48,7 +48,7 @@ PHASES = ["queue_us", "compute_input_us", "compute_infer_us", "compute_output_us
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, a pipeline of them, and one that calls another."""
+    """Write models, a pipeline of them, and one that calls another."""
     folder = tmp_path_factory.mktemp("traced")
     one = 'return self.response(Y=self.input(request, "X") + 1)'
     for name in ("one", "two"):
@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """One that logs what takes longer than a millisecond."""
+    """Start a server that logs requests that take longer than a millisecond."""
     return start(models, "--slow-request-ms=1", grpc=True)
 
 
@@ -322,7 +322,7 @@ OFF = {
 
 
 def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
-    """The requests of a trace file: what each is, and its timestamps."""
+    """Return the requests of a trace file: their fields, and their timestamps."""
     entries = json.loads(path.read_text())
     stamps = {each["id"]: each["timestamps"] for each in entries if "timestamps" in each}
     about = [each for each in entries if "model_name" in each]
@@ -348,7 +348,7 @@ def test_settings_are_changed_and_given_back(traced: Server, tmp_path: Path) -> 
 
 
 def entries_in(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file, which another process may be writing."""
+    """Return the entries of a file that another process may be writing."""
     try:
         return list(json.loads(path.read_text()))
     except ValueError:
@@ -357,14 +357,14 @@ def entries_in(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("level", [["TENSORS"], ["TIMESTAMPS", "TENSORS"]])
 def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> None:
-    """Those of a model, of the steps of an ensemble, and of a model that others call."""
+    """Covers a model, the steps of an ensemble, and a model that others call."""
     path = tmp_path / "traces.json"
     flags = [f"level={each}" for each in level]
     flags = [f"--trace-config={each}" for each in (*flags, "rate=1", f"triton,file={path}")]
     with running(models, *flags) as server, server.http() as http:
 
         def traced(model: str) -> list[tuple[str, ...]]:
-            """What is written of the tensors of a request."""
+            """Return the traced tensors of a request."""
             before = len(entries_in(path)) if path.exists() else 0
             row = ROW if model in ("one", "both") else ROW[0]
             name = "IN" if model == "both" else "X"
@@ -522,7 +522,7 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_p
 
 @pytest.fixture
 def collected(models: Path) -> Iterator[tuple[Server, Collector]]:
-    """A server that sends its traces to a collector."""
+    """Yield a server that sends its traces to a collector, and the collector."""
     with collector() as made:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         exporter = (f"url={made.url}", "resource=deployment=test", "bsp_schedule_delay=100")
@@ -532,7 +532,7 @@ def collected(models: Path) -> Iterator[tuple[Server, Collector]]:
 
 
 def spans_of(made: Collector, count: int) -> dict[str, Any]:
-    """So many spans, by name; of two the first."""
+    """Wait for `count` spans; return them by name, the first of each."""
     until(f"{count} spans have come", lambda: len(made.spans) >= count)
     assert len(made.spans) == count
     found = {span.name: span for span in reversed(made.spans)}

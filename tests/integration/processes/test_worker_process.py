@@ -1,4 +1,4 @@
-"""One worker process, with this test as its supervisor and as its scheduler."""
+"""A real worker process; the test acts as its supervisor and its scheduler."""
 
 import asyncio
 import os
@@ -65,7 +65,7 @@ class Model:
 
 
 class Worker:
-    """The process, and both ends it talks to."""
+    """The worker process and the test's ends of its links."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -79,7 +79,7 @@ class Worker:
         self.batches = 0
 
     def start(self, **changes: Any) -> None:
-        """Start it, as the zygote would."""
+        """Start the process like the zygote does."""
         args: dict[str, Any] = {
             "number": 5,
             "index": 0,
@@ -105,7 +105,7 @@ class Worker:
         self.stacks_fd = started.stacks_fd
 
     def expect(self, kind: type[T], router: Router | None = None) -> T:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this type."""
         router = router or self.control
         messages = arrived(router, _PATIENCE_MS / 1000)
         assert messages, f"no {kind.__name__}: {self.log.read_text()}"
@@ -118,7 +118,7 @@ class Worker:
         self.control.flush()
 
     def load(self, **changes: Any) -> None:
-        """Complete the configuration, load, and take the instance's offer."""
+        """Complete the configuration, load the model, and accept the instance's registration."""
         self.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native", **changes))))
         self.config = self.expect(m.ConfigCompleted).config
         self.send(m.LoadInstance(ModelSpec.of(self.config), self.scheduler("w1")))
@@ -126,20 +126,20 @@ class Worker:
         self.expect_offer("w1")
 
     def scheduler(self, name: str) -> str:
-        """Open a scheduler's end; returns its endpoint."""
+        """Open a scheduler's socket; return its endpoint."""
         endpoint = f"ipc://{self.run_dir}/{name}"
         self.schedulers[name] = Router(endpoint)
         return endpoint
 
     def expect_offer(self, name: str) -> None:
-        """The instance is ready at this scheduler."""
+        """Wait until the instance has registered with this scheduler."""
         assert self.expect(InstanceReady, self.schedulers[name]) == InstanceReady(0, self.pid)
         assert self.peer == b"0.%d" % self.pid
 
     def execute(
         self, *values: float, name: str = "w1", size: int = 1, memory_range: Any = None
     ) -> None:
-        """Send a batch, a request for each value."""
+        """Send a batch with one request for each value."""
         self.batches += 1
         work = [
             Work(
@@ -156,7 +156,7 @@ class Worker:
         router.flush()
 
     def finished(self, name: str = "w1") -> list[Reply]:
-        """The replies to the last batch, by key."""
+        """Return the replies to the last batch, in order of their keys."""
         done = self.expect(BatchFinished, self.schedulers[name])
         assert done.batch == self.batches
         return sorted(done.replies, key=lambda reply: reply.key)
@@ -170,7 +170,7 @@ class Worker:
         return self.process.wait(_PATIENCE_MS / 1000)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End the process in any state."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -290,7 +290,7 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
-    """It gives keys anew: what was cancelled under its predecessor was another request."""
+    """The successor assigns keys anew, so a key cancelled by its predecessor is another request."""
     worker.start()
     worker.load()
     worker.execute(1)
@@ -308,7 +308,9 @@ def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
 
 
 def test_a_scheduler_that_it_is_told_of_again_has_its_batches(worker: Worker) -> None:
-    """Loaded while its scheduler was replaced, it was offered to the successor before."""
+    """The instance was loaded while its scheduler was replaced, so it has registered with the
+    successor before.
+    """
     worker.start()
     worker.load()
     os.kill(worker.pid, signal.SIGSTOP)  # the worker receives both messages at once

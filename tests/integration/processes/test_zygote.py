@@ -1,4 +1,4 @@
-"""Processes that are forked on request: very many at once, and none when the host has no room."""
+"""Processes forked on request: very many at once, and failures when the host lacks resources."""
 
 import asyncio
 import errno
@@ -218,28 +218,30 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def stay(start: bytes) -> None:
-    """What a process may do that ends by a signal only."""
+    """Wait until the process is killed by a signal."""
     signal.pause()
 
 
 def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
-    """A host with some hundred instances asks for them all at once; and what nobody waits for any
-    more when it comes, since another instance could not be loaded, does not stay."""
+    """A server with hundreds of instances starts them all at once.
+
+    If the load of one fails, processes that are no longer needed are ended.
+    """
     assert output(_CROWD, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
 
 
 def test_a_process_that_ends_at_once() -> None:
-    """Who started it has it by the time of its end, and can start another one."""
+    """The caller receives the process before its exit, and can start another one."""
     assert output(_SHORT_LIVED) == "True exit status 0\n"
 
 
 def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
-    """A process that the kernel gave it does not stay, and the next one is another."""
+    """A process with a recently used pid is ended at once, and the next process has another pid."""
     assert output(_RECYCLED, f"{tmp_path}/run") == "True True\nTrue False\n"
 
 
 def test_a_spare_takes_over(tmp_path: Path) -> None:
-    """As often as one dies, and with the imports of the first."""
+    """Works for each death of a zygote, and the spare has the imports of the first one."""
     (tmp_path / "preloaded.py").write_text(_PRELOADED)
     found = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
     assert found == "x\nxx\n['exit status 0', 'exit status 0']\n"
@@ -247,12 +249,12 @@ def test_a_spare_takes_over(tmp_path: Path) -> None:
 
 
 def test_a_process_whose_zygote_dies_runs_once_its_pid_is_sent() -> None:
-    """The supervisor has adopted it, and would take its exit for a failed start."""
+    """The supervisor has adopted the process, and would treat its exit as a failed start."""
     assert output(_ORPHANED) == "0\n"
 
 
 def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:
-    """`nohup` has the server live on, and its run directory stays."""
+    """Under `nohup` the server survives, and its run directory remains."""
     folder = RunDirectory(tmp_path / "run")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(10)
@@ -281,7 +283,7 @@ def output(script: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("at", ["the first fork", "the second fork"])
 def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """The zygote says so and lives; who asked for the process hears of it."""
+    """The zygote logs the error and survives; the caller receives the error."""
     kernels, forks = os.fork, [at == "the first fork"]
 
     def fork() -> int:
@@ -298,7 +300,7 @@ def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) 
 
 
 def test_no_room_for_the_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where few processes are allowed, the server says so and does not start."""
+    """If the process limit is too low, the server reports it and does not start."""
 
     def refused(*_: object, **__: object) -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")

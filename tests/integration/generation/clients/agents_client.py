@@ -1,4 +1,4 @@
-"""openai-agents by its defaults, which are the Responses API; whole and streamed."""
+"""openai-agents with its default, the Responses API, complete and streamed."""
 
 import asyncio
 import sys

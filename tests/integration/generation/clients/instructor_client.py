@@ -1,4 +1,4 @@
-"""instructor by its defaults: a typed answer is a call of a named tool."""
+"""instructor with its default: a typed response is a call of a named tool."""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""langchain-openai: bound tools, their results, streams, structured output, and Responses."""
+"""langchain-openai: bound tools, tool results, streams, structured output, and the Responses
+API.
+"""
 
 import sys
 

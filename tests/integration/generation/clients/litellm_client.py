@@ -1,4 +1,4 @@
-"""litellm: a tool call, whole and streamed, and its result."""
+"""litellm: a tool call, complete and streamed, and the tool's result."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""OpenAI's own client: tools in both APIs, whole and streamed."""
+"""OpenAI's own client: tools in both APIs, complete and streamed."""
 
 import json
 import sys

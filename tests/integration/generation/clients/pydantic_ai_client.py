@@ -1,4 +1,4 @@
-"""pydantic-ai with both of its models of OpenAI's APIs, with a tool and with typed output."""
+"""pydantic-ai with its models for both of OpenAI's APIs, with a tool and with typed output."""
 
 import asyncio
 import sys
@@ -27,7 +27,7 @@ def get_weather(city: str) -> str:
 
 
 async def read_events(_: Any, events: AsyncIterable[Any]) -> None:
-    """A handler of events, with which requests stream."""
+    """Handle events; with a handler, pydantic-ai streams its requests."""
     async for _event in events:
         pass
 
