@@ -404,6 +404,41 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
         ]
 
 
+def is_longer(path: Path, entries: int) -> bool:
+    return path.exists() and len(entries_in(path)) > entries
+
+
+def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
+    """The text of a tensor is several megabytes; no trace may be cut, also not of an ensemble."""
+    models, path = tmp_path / "models", tmp_path / "traces.json"
+    same = 'return self.response(Y=self.input(request, "X"))'
+    add_model(models, "numbers", same)
+    add_model(models, "words", same, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
+    add_ensemble(models, "twice", [xy("numbers", "IN", "A"), xy("numbers", "A", "OUT")])
+    numbers = np.random.default_rng(1).random(400_000, np.float32)
+    text = 'A "word", \\ and ü.' * 200_000
+    sent = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
+    flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
+    with running(models, *(f"--trace-config={each}" for each in flags)) as server:
+        for model, values in sent.items():
+            before = len(entries_in(path)) if path.exists() else 0
+            name = "IN" if model == "twice" else "X"
+            with httpclient.InferenceServerClient(server.url) as client:
+                datatype = "BYTES" if model == "words" else "FP32"
+                given = httpclient.InferInput(name, list(values.shape), datatype)
+                client.infer(model, [given.set_data_from_numpy(values)])
+            until("it is written", partial(is_longer, path, before))
+            tensors = [each["tensor"] for each in entries_in(path)[before:] if "tensor" in each]
+            assert len(tensors) == (6 if model == "twice" else 2)
+            for each in tensors:
+                assert each["shape"] == str(len(values))
+                if model == "words":
+                    assert each["data"] == f'"{text}"'
+                else:
+                    found = np.array(each["data"].split(","), np.float32)
+                    np.testing.assert_allclose(found, numbers, rtol=1e-5)  # six digits
+
+
 @pytest.mark.parametrize(
     ("settings", "status", "says"),
     [

@@ -58,11 +58,31 @@ def test_noise_and_outliers_do_not_move_it_far() -> None:
 def test_a_change_that_lasts_is_believed() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for factor in (1, 5, 1):
-        for _ in range(600):
+        for _ in range(300):
             size = sizes.randint(1, 16)
             time.observe(size, (10 + size) * MS * factor)
-        assert time.setup_ns == pytest.approx(10 * MS * factor, rel=0.15)
-        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.1)
+        assert time.setup_ns == pytest.approx(10 * MS * factor, rel=0.05)
+        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [5, 2, 0.5, 0.2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_change_is_believed_despite_noise_and_outliers(factor: float, seed: int) -> None:
+    draw, time = random.Random(seed), SizeTimes(64)
+    for each in (1, factor):
+        for _ in range(300):
+            size = draw.randint(1, 16)
+            took = (10 + size) * MS * each * draw.uniform(0.9, 1.1)
+            time.observe(size, took * (10 if draw.random() < 0.03 else 1))
+    assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.1)
+
+
+def test_one_slow_size_does_not_change_the_others() -> None:
+    time = SizeTimes(64)
+    for took_ms in (20, 60):
+        for size in (4, 8) * 50:
+            time.observe(size, took_ms * MS if size == 8 else 10 * MS)
+    assert time.expected_ns(4) == pytest.approx(10 * MS, rel=0.1)
 
 
 def test_one_size_tells_nothing_of_the_slope() -> None:
@@ -71,7 +91,10 @@ def test_one_size_tells_nothing_of_the_slope() -> None:
         time.observe(4, 10 * MS)
     assert time.setup_ns == pytest.approx(10 * MS)
     assert time.expected_ns(64) == pytest.approx(10 * MS)
-    for size in (1, 8) * 150:
+    for size in (1, 8) * 50:
+        time.observe(size, (2 + size) * MS)
+    assert time.expected_ns(40) - time.expected_ns(39) == pytest.approx(MS, rel=0.05)
+    for size in (1, 8) * 100:
         time.observe(size, (2 + size) * MS)
     assert time.setup_ns == pytest.approx(2 * MS, rel=0.05)
     for _ in range(1000):

@@ -406,11 +406,14 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
         raise ValueError(allowed + f", and of the options {', '.join(_OPTIONS)}")
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
+    for key in ("disable_any_whitespace", "disable_fallback"):
+        if not isinstance(members.get(key), bool | None):
+            raise ValueError(f"{allowed}; {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
     if enabled.get("whitespace_pattern"):
-        options["whitespace_pattern"] = enabled["whitespace_pattern"]
+        options |= _text("whitespace_pattern", enabled["whitespace_pattern"])
     if options and grammar[0] == "json_schema":
         grammar = _spaced(grammar[1], options)
     return {"grammar": grammar}
