@@ -173,7 +173,7 @@ _EXPORT_MODULES = (
 
 
 def preload_exported() -> None:
-    """Import the modules that exported programs need (a second, 90 MB)."""
+    """Import the modules that exported programs need, which takes a second and 90 MB."""
     for name in _EXPORT_MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

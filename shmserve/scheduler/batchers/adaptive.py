@@ -387,7 +387,7 @@ class AdaptiveBatcher(Batcher):
         return 0, False
 
     def _tried(self, now_ns: int, head: QueueHead) -> int:
-        """Return how many requests at the head of the queue to run as a size trial, or 0."""
+        """Return the number of queued requests to run as a trial of a new batch size, or 0."""
         batches = self._load.batches
         if not self._sizes.due(batches):
             return 0
