@@ -106,8 +106,8 @@ def _measure(
                     rate, p99_ms = report[perf.THROUGHPUT], report[perf.P99] / 1000
                     samples[model].append(Point(in_flight, rate, p99_ms))
         for model, points in samples.items():
-            rate = statistics.median(each.per_second for each in points)
-            p99_ms = statistics.median(each.p99_ms for each in points)
+            rate = statistics.median(point.per_second for point in points)
+            p99_ms = statistics.median(point.p99_ms for point in points)
             curves[model].append(Point(in_flight, rate, p99_ms))
             print(f"{model}: {curves[model][-1]}", file=sys.stderr)
     return curves
@@ -117,7 +117,7 @@ def best(curves: dict[str, list[Point]]) -> str:
     """Return the curve with the most requests per second whose p99 is within the target."""
 
     def within(name: str) -> float:
-        return sum(each.per_second for each in curves[name] if each.p99_ms <= TARGET_MS)
+        return sum(curve.per_second for curve in curves[name] if curve.p99_ms <= TARGET_MS)
 
     return max(curves, key=within)
 

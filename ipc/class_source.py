@@ -26,8 +26,8 @@ def source_positions(text: str, class_name: str) -> dict[str, str]:
         included. Empty if the file is not valid Python.
     """
     positions: dict[str, str] = {}
-    for found in _classes(text, class_name):
-        positions = {"": _position(found), **dict(_members(found)), **positions}
+    for class_node in _classes(text, class_name):
+        positions = {"": _position(class_node), **dict(_members(class_node)), **positions}
     return positions
 
 
@@ -51,7 +51,7 @@ def served_class(text: str) -> str:
     if _TRITON_CLASS in names:
         return ""
     classes = _top_classes(tree)
-    used = {name for each in classes.values() for name in _used_names(each)}
+    used = {name for class_node in classes.values() for name in _used_names(class_node)}
     leaves = [name for name in classes if name not in used]
     matches = [name for name in leaves if _has_predict(text, name)]
     if len(matches) > 1 and USUAL_CLASS not in matches:
@@ -87,7 +87,7 @@ def _bases(node: ast.ClassDef) -> set[str]:
 
 
 def _has_predict(text: str, name: str) -> bool:
-    return any("predict" in dict(_members(each)) for each in _classes(text, name))
+    return any("predict" in dict(_members(class_node)) for class_node in _classes(text, name))
 
 
 def class_attribute(text: str, class_name: str, attribute: str) -> Any:
@@ -98,8 +98,8 @@ def class_attribute(text: str, class_name: str, attribute: str) -> Any:
     Raises:
         InvalidArgument: The value is not a literal.
     """
-    for found in _classes(text, class_name):
-        for node in reversed(found.body):
+    for class_node in _classes(text, class_name):
+        for node in reversed(class_node.body):
             match node:
                 case (
                     ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
@@ -131,10 +131,10 @@ def _classes(text: str, class_name: str) -> Iterator[ast.ClassDef]:
     """Yield a class and its bases in the text of a Python file, in about their order of lookup."""
     classes, waiting = _top_classes(_parsed(text)), [class_name]
     while waiting:
-        found = classes.pop(waiting.pop(0), None)
-        if found is not None:
-            yield found
-            waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
+        class_node = classes.pop(waiting.pop(0), None)
+        if class_node is not None:
+            yield class_node
+            waiting += [base.id for base in class_node.bases if isinstance(base, ast.Name)]
 
 
 def _members(class_def: ast.ClassDef) -> Iterator[tuple[str, str]]:

@@ -216,7 +216,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 def _checked(
     kind: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """Return the `settings` that fit a dataclass's fields; add the others to `problems`."""
+    """Return the `settings` that are valid for a dataclass; add errors to `problems`."""
     defaults: dict[str, Any] = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
     for name, value in settings.items():

@@ -321,7 +321,7 @@ class RateLimit:
     @property
     def limits(self) -> bool:
         """Return whether an execution requires resources."""
-        return any(each.count for each in self.resources)
+        return any(resource.count for resource in self.resources)
 
 
 @record

@@ -55,10 +55,10 @@ class TraceContext(NamedTuple):
 
         None if the header is invalid by W3C's rules.
         """
-        found = _TRACEPARENT.fullmatch(traceparent.strip())
-        if found is None or not int(found[1], 16) or not int(found[2], 16):
+        match = _TRACEPARENT.fullmatch(traceparent.strip())
+        if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
-        return cls(found[1], found[2], "", bool(int(found[3], 16) & _SAMPLED))
+        return cls(match[1], match[2], "", bool(int(match[3], 16) & _SAMPLED))
 
     @classmethod
     def of(cls, trace: str) -> TraceContext:

@@ -40,8 +40,8 @@ class Device:
     @property
     def torch(self) -> TorchDevice:
         """Return torch's object for the device."""
-        found: TorchDevice = import_torch(f"device '{self.name}'").device(self.name)
-        return found
+        torch_device: TorchDevice = import_torch(f"device '{self.name}'").device(self.name)
+        return torch_device
 
     def host_buffer(self, byte_size: int) -> memoryview:
         """Return writable host memory from which copies to the device are fast."""
@@ -173,7 +173,7 @@ _EXPORT_MODULES = (
 
 
 def preload_exported() -> None:
-    """Import the modules that exported programs need (a second, 90 MB)."""
+    """Import the modules that exported programs need, which takes a second and 90 MB."""
     for name in _EXPORT_MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -198,7 +198,7 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
-    values = {each.name: getattr(start, each.name) for each in fields(start)}
+    values = {field.name: getattr(start, field.name) for field in fields(start)}
     return ModelContext(
         **(values | {"device": device}),
         control=control,

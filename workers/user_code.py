@@ -94,8 +94,8 @@ def own_frames(error: BaseException, folder: Path) -> str:
 
 def own_place(text: str, model: str, folder: Path) -> str:
     """Return the traceback line of the first position that an error names, or ""."""
-    found = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
-    return f'  File "{_own_path(folder)}/{found[1]}", line {found[2]}' if found else ""
+    match = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
+    return f'  File "{_own_path(folder)}/{match[1]}", line {match[2]}' if match else ""
 
 
 def _own_path(folder: Path) -> str:

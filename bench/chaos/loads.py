@@ -229,7 +229,9 @@ def native_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
     def ask() -> None:
         inputs = _repeated(rng)
         with client.stream("repeat", inputs, timeout=PATIENCE_S) as responses:
-            received = [(int(each["OUT"][0]), int(each["IDX"][0])) for each in responses]
+            received = [
+                (int(response["OUT"][0]), int(response["IDX"][0])) for response in responses
+            ]
         expect(received, [(value, place) for place, value in enumerate(inputs["IN"])])
 
     with shmserve.client.connect(server.run_dir) as client:

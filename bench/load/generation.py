@@ -212,17 +212,17 @@ def main() -> None:
     parser.add_argument("--weights", choices=["fp32", "int8"], default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scheduler", type=int, nargs="+", metavar="SEQUENCES")
-    asked = parser.parse_args()
-    for sequences in asked.scheduler or ():
-        sys.stdout.write(json.dumps(schedule(sequences, asked.rounds)) + "\n")
-    if asked.scheduler:
+    args = parser.parse_args()
+    for sequences in args.scheduler or ():
+        sys.stdout.write(json.dumps(schedule(sequences, args.rounds)) + "\n")
+    if args.scheduler:
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = write_folder(Path(folder) / "m512", **SIZES)
-        model = Transformer(Checkpoint.open(path), asked.weights)
-    for rows in asked.rows:
-        sys.stdout.write(json.dumps(measure(model, rows, asked.rounds)) + "\n")
+        model = Transformer(Checkpoint.open(path), args.weights)
+    for rows in args.rows:
+        sys.stdout.write(json.dumps(measure(model, rows, args.rounds)) + "\n")
         sys.stdout.flush()
 
 

@@ -107,16 +107,16 @@ def main() -> None:
     parser.add_argument("--size", choices=MODELS, default="m512")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--weights", choices=["fp32", "bf16"], default="fp32")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rate = copy_bytes_per_ms()
     with tempfile.TemporaryDirectory() as folder:
-        path = write_folder(Path(folder) / "model", **MODELS[asked.size])
-        model = Transformer(Checkpoint.open(path), asked.weights, DEVICE)
+        path = write_folder(Path(folder) / "model", **MODELS[args.size])
+        model = Transformer(Checkpoint.open(path), args.weights, DEVICE)
         architecture = model.architecture
-        blocks = max(asked.rows) * (PROMPT + NEW) // BLOCK
+        blocks = max(args.rows) * (PROMPT + NEW) // BLOCK
         passes = Passes(model, KvCache(architecture, BLOCK, blocks, 0, DEVICE))
         began = time.perf_counter()
-        passes.capture(max(asked.rows), PROMPT + NEW)
+        passes.capture(max(args.rows), PROMPT + NEW)
         captured = time.perf_counter() - began
         inner = (
             architecture.hidden
@@ -128,15 +128,15 @@ def main() -> None:
             + 3 * architecture.hidden * architecture.inner
         )
         weights = architecture.layers * inner + architecture.vocabulary * architecture.hidden
-        for rows in asked.rows:
+        for rows in args.rows:
             steps(passes, rows)
             prefill, step = steps(passes, rows)
-            theirs = peer(path, rows, asked.weights)
+            theirs = peer(path, rows, args.weights)
             figures = {
                 "rows": rows,
                 "prompts_ms": round(prefill, 2),
                 "step_ms": round(step, 3),
-                "step_floor_ms": round(weights * (2 if asked.weights == "bf16" else 4) / rate, 3),
+                "step_floor_ms": round(weights * (2 if args.weights == "bf16" else 4) / rate, 3),
                 "tokens_per_s": round(rows * NEW / (prefill + (NEW - 1) * step) * 1e3),
                 "transformers_tokens_per_s": round(rows / theirs * 1e3),
                 "capture_s": round(captured, 2),

@@ -326,16 +326,16 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="they go on with pieces of it; Python's reference"
     )
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.trained is None:
-        cases = [(case.__name__, case) for case in chosen(asked.cases)]
+    if args.trained is None:
+        cases = [(case.__name__, case) for case in chosen(args.cases)]
     else:
         topics = "\n\n".join(pydoc_data.topics.topics.values())
-        text = topics if asked.text is None else asked.text.read_text(encoding="utf-8")
-        cases = [("trained", functools.partial(trained, asked.trained, text))]
+        text = topics if args.text is None else args.text.read_text(encoding="utf-8")
+        cases = [("trained", functools.partial(trained, args.trained, text))]
     for name, case in cases:
-        figures = {"case": name, **case(asked.rounds)}
+        figures = {"case": name, **case(args.rounds)}
         sys.stdout.write(json.dumps(figures) + "\n")
         sys.stdout.flush()
 

@@ -124,13 +124,13 @@ def _in_region(order: Order, name: str, images: np.ndarray, output: np.ndarray) 
     client = triton.InferenceServerClient(f"127.0.0.1:{order.port}")
     size = images.nbytes + output.nbytes
     region = shm.create_shared_memory_region(name, f"/{name}", size)
-    wanted = triton.InferRequestedOutput("output")
-    wanted.set_shared_memory(name, output.nbytes, offset=images.nbytes)
+    infer_requested_output = triton.InferRequestedOutput("output")
+    infer_requested_output.set_shared_memory(name, output.nbytes, offset=images.nbytes)
     bodies = []
     for index, image in enumerate(images):
         tensor = _tensor(image)
         tensor.set_shared_memory(name, image.nbytes, offset=index * image.nbytes)
-        bodies.append(client.generate_request_body([tensor], outputs=[wanted])[0])
+        bodies.append(client.generate_request_body([tensor], outputs=[infer_requested_output])[0])
     try:
         shm.set_shared_memory_region(region, [images])
         client.register_system_shared_memory(name, f"/{name}", size)

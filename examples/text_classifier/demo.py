@@ -66,9 +66,9 @@ def connect(url: str) -> triton.InferenceServerClient:
 
 def classify(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
     """Classify by one request: the ensemble runs the three models."""
-    given = triton.InferInput("text", [1], "BYTES")
-    given.set_data_from_numpy(np.array([text.encode()], object))
-    return client.infer("text_classifier", [given])
+    infer_input = triton.InferInput("text", [1], "BYTES")
+    infer_input.set_data_from_numpy(np.array([text.encode()], object))
+    return client.infer("text_classifier", [infer_input])
 
 
 def one_by_one(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
@@ -84,8 +84,8 @@ def _infer(
 ) -> triton.InferResult:
     inputs = []
     for name, array in arrays.items():
-        given = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
-        inputs.append(given.set_data_from_numpy(array))
+        infer_input = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+        inputs.append(infer_input.set_data_from_numpy(array))
     return client.infer(model, inputs)
 
 

@@ -84,7 +84,7 @@ class ModelOnDemand:
     with the model's name and an empty version revokes it.
     """
 
-    version: ClassVar[str] = ""  # the model, not one of its versions
+    version: ClassVar[str] = ""  # empty: the message concerns the whole model
 
     name: str
     acknowledge: int

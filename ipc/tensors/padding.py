@@ -176,7 +176,7 @@ def entries(text: str) -> dict[str, dict[str, Any]]:
         specs = json.loads(text or "{}")
     except ValueError:
         return {}
-    if not isinstance(specs, dict) or not all(isinstance(each, dict) for each in specs.values()):
+    if not isinstance(specs, dict) or not all(isinstance(spec, dict) for spec in specs.values()):
         return {}
     return specs
 

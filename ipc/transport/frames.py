@@ -76,8 +76,8 @@ class _Records:
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
         self._cls = cls
-        self._kinds = [_plain(hints[each.name]) for each in fields(cls)]
-        self._fields = attrgetter(*(each.name for each in fields(cls)))
+        self._kinds = [_plain(hints[field.name]) for field in fields(cls)]
+        self._fields = attrgetter(*(field.name for field in fields(cls)))
 
     def packed(self, records: list[Any]) -> list[Any]:
         """Return the encoding of the records."""

@@ -24,8 +24,8 @@ def record(cls: type[T]) -> type[T]:
     closures here, because a client would compile 300 methods when it is imported.
     """
     record_class: Any = dataclass(slots=True, eq=False, repr=False)(cls)
-    compared = [each.name for each in fields(record_class) if each.compare]
-    named = [each.name for each in fields(record_class) if each.repr]
+    compared = [field.name for field in fields(record_class) if field.compare]
+    named = [field.name for field in fields(record_class) if field.repr]
     values: Callable[[Any], Any] = attrgetter(*compared) if compared else type
 
     def __eq__(self: Any, other: object) -> Any:
@@ -123,10 +123,10 @@ def _fields(cls: type[Any]) -> list[tuple[str, list[str], Callable[[Any], Any]]]
     hints = typing.get_type_hints(cls)
     return [
         (
-            each.name,
-            each.metadata.get("path", each.name).split("."),
-            each.metadata.get("convert") or decoder(hints[each.name]),
+            field.name,
+            field.metadata.get("path", field.name).split("."),
+            field.metadata.get("convert") or decoder(hints[field.name]),
         )
-        for each in fields(cls)
-        if each.init
+        for field in fields(cls)
+        if field.init
     ]

@@ -118,7 +118,7 @@ class Authorisation:
 
     @staticmethod
     def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
-        """Return the error for a client with `scopes` that requires `scope`; None if it has it."""
+        """Return the error for a client whose `scopes` lack `scope`, or None if it is included."""
         if scopes is None:
             return Unauthenticated(
                 "this server requires a known token: 'Authorization: Bearer TOKEN'"

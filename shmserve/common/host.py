@@ -122,7 +122,7 @@ def proportional_bytes(supervisor: int) -> tuple[int, int]:
     is what the server uses. Where the kernel does not report it, resident memory is counted.
     """
     pids = list(processes(supervisor))
-    return len(pids), sum(_proportional_bytes(each) for each in pids)
+    return len(pids), sum(_proportional_bytes(pid) for pid in pids)
 
 
 def _proportional_bytes(process: Process) -> int:

@@ -137,7 +137,7 @@ class Settings:
     def queue_delay_ns(self) -> int:
         """The longest time that a request waits by configuration, so that its batch grows."""
         batchings = (self.batching, self.sequences, self.sequences and self.sequences.oldest)
-        return max((each.delay_ns for each in batchings if each), default=0)
+        return max((batching.delay_ns for batching in batchings if batching), default=0)
 
     @classmethod
     def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:

@@ -12,8 +12,8 @@ replaced (its base), and current values:
         success_ns, fail_ns, queue_ns, compute_input_ns, compute_infer_ns, compute_output_ns,
         cache_hit_ns, cache_miss_ns
     failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
-    batches_closed  {reason of batchers.dynamic.Closed: executions}; the steps of a generative model
-                    are no batches
+    batches_closed  {batchers.dynamic.CloseReason: executions}; the steps of a generative model are
+                    no batches
     request_seconds, queue_seconds (one observation a success), compute_seconds, batch_size (one an
         execution), first_response_ms (one a request; decoupled models only)
                     {"buckets": upper bounds, "counts": observations per bucket, not cumulative,
@@ -59,7 +59,7 @@ from typing import Any
 
 from shmserve.common.model_metrics import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import Timing
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (
@@ -158,7 +158,7 @@ class Statistics(Table):
         plus(self.table(), base)
         self._base = base
 
-    def executed(self, reason: Closed | None, units: int, timing: Timing, now_ns: int) -> None:
+    def executed(self, reason: CloseReason | None, units: int, timing: Timing, now_ns: int) -> None:
         """Count an execution whose requests are about to end; `units` is their total batch size."""
         self._noted_units += units or 1
         if self._noted_units > MOST_NOTED:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import Timing
 
 ACCURACY = 0.005
@@ -36,7 +36,7 @@ SECONDS = (
 # A request may have any number of responses; the responses from this index on share a row.
 LAST_INDEX = 1000
 # The reason why a batch was closed (None: it was no batch), its units, and its phases.
-Execution = tuple[Closed | None, int, Timing]
+Execution = tuple[CloseReason | None, int, Timing]
 
 _WINDOW_NS = 60 * NS_PER_S
 _PARTS = 5
@@ -284,7 +284,7 @@ class ExecutionStats(Table):
         self.last_ns = 0
         # By batch size: the count, and the ns of the three phases.
         self.batch_sizes: dict[int, list[int]] = {}
-        self.batches_closed = dict.fromkeys(Closed, 0)
+        self.batches_closed = dict.fromkeys(CloseReason, 0)
         self.compute_seconds = Histogram(SECONDS, NS_PER_S)
         self.batch_size = Histogram(_SIZES)
         self._copied = [0, 0]

@@ -351,32 +351,32 @@ def truncate(to: int) -> Callable[[Scene], None]:
     """Return a fault that truncates a registered region; only its client receives an error."""
 
     def commit(stage: Scene) -> None:
-        with SharedObject(2 * NUMBERS.nbytes) as made:
-            made.write(NUMBERS)
-            stage.http.register("cut", made.key, 2 * NUMBERS.nbytes).ok()
+        with SharedObject(2 * NUMBERS.nbytes) as shared_object:
+            shared_object.write(NUMBERS)
+            stage.http.register("cut", shared_object.key, 2 * NUMBERS.nbytes).ok()
             assert stage.http.infer("identity", through("cut")).status == 200
-            made.truncate(to)
+            shared_object.truncate(to)
             for _ in range(3):
                 reply = stage.http.infer("identity", through("cut"))
                 assert reply.status in (400, 500, 503)
                 assert_text_is_for_clients(reply.error, stage.server)
             stage.http.unregister("cut").ok()
-            made.truncate(2 * NUMBERS.nbytes)
+            shared_object.truncate(2 * NUMBERS.nbytes)
 
     return commit
 
 
 def truncate_while_executing(stage: Scene) -> None:
     """Truncate a region between the worker's check and its write."""
-    with SharedObject(2 * 4096) as made:
-        stage.http.register("cut", made.key, 2 * 4096).ok()
+    with SharedObject(2 * 4096) as shared_object:
+        stage.http.register("cut", shared_object.key, 2 * 4096).ok()
         request = {
             "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "cut", 4096)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("cut", 4096, 4096)}],
         }
         asked = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
-        made.truncate(0)
+        shared_object.truncate(0)
         visit.release()
         while not asked.done():
             stage.server.gate.release_arrivals(0.05)
@@ -387,26 +387,28 @@ def truncate_while_executing(stage: Scene) -> None:
 
 def give_pages_back(stage: Scene) -> None:
     """Punch holes into a region in use; readers see zeros."""
-    with SharedObject(2 * NUMBERS.nbytes) as made:
-        made.write(NUMBERS)
-        stage.http.register("holes", made.key, 2 * NUMBERS.nbytes).ok()
+    with SharedObject(2 * NUMBERS.nbytes) as shared_object:
+        shared_object.write(NUMBERS)
+        stage.http.register("holes", shared_object.key, 2 * NUMBERS.nbytes).ok()
         for _ in range(20):
             asked = stage.pool.infer("identity", through("holes"))
-            made.punch()
+            shared_object.punch()
             assert asked.result().status == 200
         stage.http.unregister("holes").ok()
 
 
 def unlink_while_used(stage: Scene) -> None:
     """Unlink a region in use; the registered object remains usable, also for new workers."""
-    with SharedObject(2 * NUMBERS.nbytes) as made:
-        made.write(NUMBERS)
-        stage.http.register("gone", made.key, 2 * NUMBERS.nbytes).ok()
-        made.path.unlink()
+    with SharedObject(2 * NUMBERS.nbytes) as shared_object:
+        shared_object.write(NUMBERS)
+        stage.http.register("gone", shared_object.key, 2 * NUMBERS.nbytes).ok()
+        shared_object.path.unlink()
         for again in range(2):
-            made.write(NUMBERS + again)
+            shared_object.write(NUMBERS + again)
             stage.http.infer("identity", through("gone")).ok()
-            assert (made.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + again).all()
+            assert (
+                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + again
+            ).all()
             if not again:
                 kill("worker identity.0")(stage)
         stage.http.unregister("gone").ok()
@@ -416,9 +418,9 @@ def unregister_while_used(stage: Scene) -> None:
     """Unregister a region in use: the call returns at once, and requests in flight use the
     region to their end, even after its name is registered again.
     """
-    with SharedObject(2 * 4096) as made, SharedObject(2 * 4096) as other:
-        made.write(np.full(1024, 5, np.int32))
-        stage.http.register("r", made.key, 2 * 4096).ok()
+    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other:
+        shared_object.write(np.full(1024, 5, np.int32))
+        stage.http.register("r", shared_object.key, 2 * 4096).ok()
         request = {
             "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "r", 4096)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 4096, 4096)}],
@@ -430,7 +432,7 @@ def unregister_while_used(stage: Scene) -> None:
         stage.http.register("r", other.key, 2 * 4096).ok()
         visit.release()
         assert asked.result().status == 200
-        assert (made.read(np.int32, 1024, 4096) == 5).all()
+        assert (shared_object.read(np.int32, 1024, 4096) == 5).all()
         assert not other.read(np.int32, 2048).any()
         stage.http.unregister("r").ok()
 

@@ -58,10 +58,10 @@ class Stage:
     @contextlib.contextmanager
     def region(self, name: str, size: int = 2 * SIZE, offset: int = 0) -> Iterator[SharedObject]:
         """Yield an object registered as `name`, with values in its first half."""
-        with SharedObject(size + offset) as made:
-            made.write(VALUES, offset)
-            self.http.register(name, made.key, size, offset).ok()
-            yield made
+        with SharedObject(size + offset) as shared_object:
+            shared_object.write(VALUES, offset)
+            self.http.register(name, shared_object.key, size, offset).ok()
+            yield shared_object
 
     def through(self, name: str, **where: int) -> int:
         """Return the status of a request from a region into the same region."""
@@ -173,11 +173,11 @@ def client_dies_and_leaves_a_region(stage: Stage) -> None:
 
     A region for the lifetime of its connection is removed; others remain.
     """
-    with SharedObject(SIZE) as made:
-        body = {"key": made.key, "byte_size": SIZE, "lifetime": "connection"}
+    with SharedObject(SIZE) as shared_object:
+        body = {"key": shared_object.key, "byte_size": SIZE, "lifetime": "connection"}
         with stage.server.http() as client:
             client.post("/v2/systemsharedmemory/region/leased/register", body).ok()
-            client.register("kept", made.key, SIZE).ok()
+            client.register("kept", shared_object.key, SIZE).ok()
             wait_regions(stage, ["kept", "leased"])
         wait_regions(stage, ["kept"])
         body["lifetime"] = "forever"
@@ -189,15 +189,15 @@ def numbers_that_overflow(stage: Stage) -> None:
     """Use offsets and sizes near all limits; each request is rejected or correct."""
     edges = [0, 1, PAGE, 2 * SIZE, 2**31, 2**32, 2**53, 2**63, 2**64]
     near = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
-    with SharedObject(2 * SIZE) as made:
+    with SharedObject(2 * SIZE) as shared_object:
         for offset in near:
             for size in near:
                 fits = size > 0 and offset + size <= 2 * SIZE
-                reply = stage.http.register("r", made.key, size, offset)
+                reply = stage.http.register("r", shared_object.key, size, offset)
                 assert (reply.status == 200) == fits, (offset, size, reply)
                 if fits:
                     stage.http.unregister("r").ok()
-        stage.http.register("r", made.key, 2 * SIZE).ok()
+        stage.http.register("r", shared_object.key, 2 * SIZE).ok()
         for offset in near:
             inputs = [shm_input("INPUT0", "FP32", [16], "r", 64, offset)]
             status = stage.http.infer("identity", {"inputs": inputs}).status
@@ -310,21 +310,31 @@ def another_object_of_the_same_name(stage: Stage) -> None:
 
 def keys_with_tricks(stage: Stage) -> None:
     """R6: every key names a plain shared memory object."""
-    with SharedObject(SIZE) as made:
-        link = made.path.with_name(made.name + "-link")
-        pipe = made.path.with_name(made.name + "-pipe")
-        folder = made.path.with_name(made.name + "-folder")
-        link.symlink_to(made.path)
+    with SharedObject(SIZE) as shared_object:
+        link = shared_object.path.with_name(shared_object.name + "-link")
+        pipe = shared_object.path.with_name(shared_object.name + "-pipe")
+        folder = shared_object.path.with_name(shared_object.name + "-folder")
+        link.symlink_to(shared_object.path)
         os.mkfifo(pipe)
         folder.mkdir()
         try:
-            bad = ["", "/", "//", "/.", "/..", "/a/b", "/../etc/passwd", f"{made.key}\0x", "/é"]
+            bad = [
+                "",
+                "/",
+                "//",
+                "/.",
+                "/..",
+                "/a/b",
+                "/../etc/passwd",
+                f"{shared_object.key}\0x",
+                "/é",
+            ]
             bad += ["/" + "k" * 251, "/a b", "/a\n", *(f"/{p.name}" for p in (link, pipe, folder))]
             for key in bad:
                 refused = stage.http.register("r", key, 64)
                 assert refused.status in (400, 500), key
                 assert refused.error, key
-            for key in (made.name, made.key, "//" + made.name):
+            for key in (shared_object.name, shared_object.key, "//" + shared_object.name):
                 stage.http.register("r", key, SIZE).ok()
         finally:
             link.unlink()
@@ -442,9 +452,9 @@ def pinned_memory(stage: Stage) -> None:
     fake in tests/unit/workers/test_device_memory.py.
     """
     path = "/v2/systemsharedmemory/region/r/register"
-    with SharedObject(2 * SIZE) as made:
-        made.write(VALUES)
-        body = {"key": made.key, "byte_size": 2 * SIZE}
+    with SharedObject(2 * SIZE) as shared_object:
+        shared_object.write(VALUES)
+        body = {"key": shared_object.key, "byte_size": 2 * SIZE}
         assert stage.http.post(path, {**body, "pin": "yes"}).status == 400
         assert "invalid args" in stage.http.post(path, {**body, "byte_size": 0, "pin": True}).error
         # This server sees no GPU, whether or not the host has one.
@@ -452,7 +462,7 @@ def pinned_memory(stage: Stage) -> None:
         assert (pinned.status, "the server has none" in pinned.error) == (400, True)
         stage.http.post(path, {**body, "pin": False}).ok()
         assert stage.through("r") == 200
-        assert (made.read(np.float32, len(VALUES), SIZE) == VALUES).all()
+        assert (shared_object.read(np.float32, len(VALUES), SIZE) == VALUES).all()
     with shmserve.client.connect(stage.server.run_dir) as client:
         forms = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
         with pytest.raises(shmserve.client.InvalidArgument, match="the server has none"):
@@ -468,11 +478,11 @@ def pinned_memory(stage: Stage) -> None:
 
 def registrations_that_fail(stage: Stage) -> None:
     """Fail 1,000 registrations; no descriptor is leaked."""
-    with SharedObject(SIZE) as made:
-        stage.http.register("r", made.key, SIZE + 1)
+    with SharedObject(SIZE) as shared_object:
+        stage.http.register("r", shared_object.key, SIZE + 1)
         before = descriptors(stage.server.pid)
         for number in range(500):
-            assert stage.http.register("r", made.key, SIZE + 1 + number).status == 400
+            assert stage.http.register("r", shared_object.key, SIZE + 1 + number).status == 400
             assert stage.http.register("r", f"/nothing-{number}", 1).status == 500
         assert descriptors(stage.server.pid) == before
 

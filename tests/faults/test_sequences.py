@@ -209,12 +209,12 @@ def test_a_stream_opens_very_many_and_ends_none(
         for _ in range(4):  # the sequences that received slots
             assert told.get(timeout=30) is None
         began = time.monotonic()
-        asked = http.InferInput("INPUT0", [1, 1], "INT32")
+        infer_input = http.InferInput("INPUT0", [1, 1], "INT32")
         sums = []
         for at in range(3):
-            asked.set_data_from_numpy(np.full((1, 1), at + 1, np.int32))
+            infer_input.set_data_from_numpy(np.full((1, 1), at + 1, np.int32))
             flags = {"sequence_start": at == 0, "sequence_end": at == 2}
-            result = other.infer("summing", [asked], sequence_id=1_000_000, **flags)
+            result = other.infer("summing", [infer_input], sequence_id=1_000_000, **flags)
             sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [1, 3, 6]
         assert time.monotonic() - began < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.scheduler.batchers.dynamic import Batch, Batcher, Closed, WaitUntil
+from shmserve.scheduler.batchers.dynamic import Batch, Batcher, CloseReason, WaitUntil
 from shmserve.scheduler.requests.request import NEVER
 
 MS = 1_000_000
@@ -33,7 +33,7 @@ class Run:
 
     latencies: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    reasons: list[Closed] = field(default_factory=list)
+    reasons: list[CloseReason] = field(default_factory=list)
     ended_ns: int = 0
 
     @property

@@ -97,8 +97,8 @@ class Scheduler:
             cache._mappings = memory  # type: ignore[assignment]
         core: Any
         if model.steps:
-            held = _EnsembleMemory(lent, memory)
-            core = EnsembleCore(settings, spec, peers, control, held, cache)
+            ensemble_memory = _EnsembleMemory(lent, memory)
+            core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
             self.from_peer: Any = core.from_step
         else:
             fits = Schemas(model.fit)
@@ -139,7 +139,7 @@ def _check_stopped(dispatch: Any) -> None:
     dispatch._on_sequence_end = checked
 
 
-class _Held:
+class _HeldArena:
     """A simulated arena that an ensemble holds, so that it survives its owner."""
 
     def __init__(self, memory: Memory) -> None:
@@ -158,7 +158,7 @@ class _EnsembleMemory(EnsembleMemory):
         self._mappings = memory  # type: ignore[assignment]
 
     def hold(self, memory_range: Range) -> None:
-        held: Any = self._held.setdefault(memory_range.memory.id, _Held(memory_range.memory))  # type: ignore[arg-type]
+        held: Any = self._held.setdefault(memory_range.memory.id, _HeldArena(memory_range.memory))  # type: ignore[arg-type]
         held.users += 1
 
 
@@ -188,7 +188,7 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
                 where = f"{type(found).__name__}.{name}"
                 bound = _KEPT.get(where, _KEPT.get(type(value).__name__, 0))
                 entries = list(value.values() if isinstance(value, dict) else value)
-                count = sum(each is not None for each in entries)
+                count = sum(entry is not None for entry in entries)
                 yield where, count if isinstance(value, list) else len(entries), bound
                 stack += entries
             elif type(value).__module__.startswith(_WALKED) and not any(

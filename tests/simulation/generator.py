@@ -110,7 +110,11 @@ class Generator(Worker):
                     self._fail(known[row.sequence].key, "INTERNAL")
             done = replace(done, results=[], lost=[row.sequence for row in step.rows])
         else:
-            news = [(known[each.sequence], each) for each in done.results if each.sequence in known]
+            news = [
+                (known[result.sequence], result)
+                for result in done.results
+                if result.sequence in known
+            ]
             self._put(self._emitted, news)
         self.world.after(self.world.between(US, 300 * US), self._hand_over, step, done)
 
@@ -200,11 +204,11 @@ class Generator(Worker):
     def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
         if isinstance(answer, Answer):
-            for each in message.hypotheses:
+            for hypothese in message.hypotheses:
                 sample = Sample()
                 sample.tokens, sample.finish_reason = (
-                    list(array("i", each.tokens)),
-                    each.finish_reason,
+                    list(array("i", hypothese.tokens)),
+                    hypothese.finish_reason,
                 )
                 answer.samples.append(sample)
             self._tell_news(message.key)

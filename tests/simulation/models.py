@@ -64,8 +64,8 @@ class Model:
 
     def fit(self, schema: bytes) -> BatchFit:
         """Return how requests of a schema are batched: the drawn value, or the real one."""
-        own = RequestSchema(schema).parameters.get(self.name)
-        return self._signature.fit(schema) if own is None else BatchFit(*own)
+        parameter = RequestSchema(schema).parameters.get(self.name)
+        return self._signature.fit(schema) if parameter is None else BatchFit(*parameter)
 
     @cached_property
     def _signature(self) -> Signature:
@@ -163,10 +163,10 @@ class Model:
         values = {"OUT": out}
         which = b""
         for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
-            made = values.pop(maps["output_map"]["OUT"], None)
-            if made is None:
+            value = values.pop(maps["output_map"]["OUT"], None)
+            if value is None:
                 continue  # the step did not run
-            data, _, tag = made.rpartition(b"|")
+            data, _, tag = value.rpartition(b"|")
             maker, _, version = tag.partition(b".")
             if maker != step.name.encode() or ("WHO" in maps["output_map"] and version != who):
                 return None

@@ -43,13 +43,13 @@ class Mutant(NamedTuple):
 
 def read() -> list[Mutant]:
     """Return the mutants of the lists; a block has a name, and lines before (-) and after (+)."""
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     for path, flags in _LISTS.items():
         for block in re.split("^== ", (HERE / path).read_text(), flags=re.MULTILINE)[1:]:
             name, *lines = block.splitlines()
             old, new = ("\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+")
-            found.append(Mutant(name, old, new, flags))
-    return found
+            mutants.append(Mutant(name, old, new, flags))
+    return mutants
 
 
 def main() -> int:

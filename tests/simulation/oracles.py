@@ -173,24 +173,24 @@ class Ledger:
 
     def check_complete(self) -> None:
         """Check that successful requests of decoupled models have all their responses."""
-        for each in self.requests.values():
-            well = isinstance(each.ending, m.Responded) and not each.ending.code
-            if well and each.model.generative and each.client.alive and not each.unread:
-                missing = texts.missing(each.content, each.received)
-                if missing and not each.cancelled:
-                    each.fail(f"has not had {missing}")
-            if well and not each.cancelled and each.responses < each.expected:
-                each.fail(f"has {each.responses} responses of {each.expected}")
+        for request in self.requests.values():
+            well = isinstance(request.ending, m.Responded) and not request.ending.code
+            if well and request.model.generative and request.client.alive and not request.unread:
+                missing = texts.missing(request.content, request.received)
+                if missing and not request.cancelled:
+                    request.fail(f"has not had {missing}")
+            if well and not request.cancelled and request.responses < request.expected:
+                request.fail(f"has {request.responses} responses of {request.expected}")
 
     def open(self) -> list[Request]:
         """Return the requests of live clients that have not ended or whose memory is still in
         use.
         """
         return [
-            each
-            for each in self.requests.values()
-            if each.client.alive
-            and not (each.freed and (each.cancelled or each.ending is not None))
+            request
+            for request in self.requests.values()
+            if request.client.alive
+            and not (request.freed and (request.cancelled or request.ending is not None))
         ]
 
 

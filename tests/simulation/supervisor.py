@@ -228,8 +228,10 @@ class Supervisor(Process):
         arrived.
         """
         clients: list[Client | SchedulerProcess] = [*self.clients, *self._ensembles()]
-        links = [link for each in clients for link in each.links() if link.target is former]
-        links += [self._links[each.address] for each in clients if each.address in self._links]
+        links = [link for client in clients for link in client.links() if link.target is former]
+        links += [
+            self._links[client.address] for client in clients if client.address in self._links
+        ]
         if any(link.pending for link in links):
             self.world.after(50 * US, self._once_received, former, then, *arguments)
         else:
@@ -281,7 +283,7 @@ class Supervisor(Process):
         self, version: Version, workers: list[Worker], then: Callable[..., None]
     ) -> None:
         assert version.former is not None
-        can = version.former.alive and (not workers or any(each.alive for each in workers))
+        can = version.former.alive and (not workers or any(worker.alive for worker in workers))
         if can and not version.drained:
             self.world.after(50 * US, self._await_drained, version, workers, then)
             return

@@ -66,7 +66,7 @@ def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], 
 
 
 @dataclass
-class _Known:
+class _SequenceSlots:
     slots: list[Slot]  # one slot for each of its tokens
     key: int
     sample: int
@@ -93,7 +93,7 @@ class GenerativeWorker:
     most: dict[int, int] = field(default_factory=dict)
     width: dict[int, int] = field(default_factory=dict)
     resumed: dict[tuple[int, int], array[int]] = field(default_factory=dict)
-    known: dict[int, _Known] = field(default_factory=dict)
+    known: dict[int, _SequenceSlots] = field(default_factory=dict)
     read: int = 0  # number of cached tokens that were read and verified
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class GenerativeWorker:
         for begin in step.begin:
             if begin.parent in self.known:
                 parent = self.known[begin.parent]
-                known = _Known(parent.slots[:], begin.key, begin.sample, parent.prompt)
+                known = _SequenceSlots(parent.slots[:], begin.key, begin.sample, parent.prompt)
                 known.table = parent.table[:]
                 if begin.token >= 0:
                     extend(known.slots, [begin.token])
@@ -116,7 +116,9 @@ class GenerativeWorker:
             else:
                 prompt = self.prompts[begin.key]
                 had = self.resumed.get((begin.key, begin.sample), array("i"))
-                known = _Known(extend([], prompt + had), begin.key, begin.sample, len(prompt))
+                known = _SequenceSlots(
+                    extend([], prompt + had), begin.key, begin.sample, len(prompt)
+                )
             self.known[begin.sequence] = known
         for source, target in _pairs(step.out):
             self._host[target] = self._pool[source][:]
@@ -151,7 +153,7 @@ class GenerativeWorker:
             ]
         return [self._sampled(known, row)]
 
-    def _sampled(self, known: _Known, row: Row) -> RowResult:
+    def _sampled(self, known: _SequenceSlots, row: Row) -> RowResult:
         end = len(known.slots)
         right = known.slots[:]
         for _ in range(row.draft):
@@ -174,7 +176,7 @@ class GenerativeWorker:
                 break
         return RowResult(row.sequence, new, over, row.draft)
 
-    def _check(self, known: _Known, end: int) -> None:
+    def _check(self, known: _SequenceSlots, end: int) -> None:
         size = self.block_size
         for index, start in enumerate(range(0, end, size)):
             stop = min(start + size, end)
@@ -183,7 +185,7 @@ class GenerativeWorker:
             assert found == wanted, f"positions {start} to {stop} of {end}: {found}, not {wanted}"
         self.read += end
 
-    def _write(self, known: _Known, slots: list[Slot]) -> None:
+    def _write(self, known: _SequenceSlots, slots: list[Slot]) -> None:
         for slot in slots:
             block = known.table[slot[1] // self.block_size]
             self._pool[block][slot[1] % self.block_size] = slot

@@ -41,7 +41,10 @@ class Snapshot:
     def take() -> Snapshot:
         processes = table()
         trees = {
-            server.pid: [server.pid, *(each.pid for each in descendants(server.pid, processes))]
+            server.pid: [
+                server.pid,
+                *(descendant.pid for descendant in descendants(server.pid, processes)),
+            ]
             for server in servers.RUNNING
         }
         return Snapshot(
@@ -89,13 +92,13 @@ def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[E
 
 def descriptors(pid: int) -> Counter[str]:
     """Return the number of a process's descriptors by path, or by type if they have none."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/{pid}/fd/{name}")
             if f"/proc/{pid}/fd" not in target:
-                found[target.split(":[")[0]] += 1
-    return found
+                counter[target.split(":[")[0]] += 1
+    return counter
 
 
 def created_since(before: set[str]) -> set[str]:
@@ -117,7 +120,7 @@ def _in_foreign_use(name: str) -> bool:
         return True
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     mapping = f" {device} {status.st_ino} "
-    ours = {os.getpid(), *(each.pid for each in descendants(os.getpid(), table()))}
+    ours = {os.getpid(), *(descendant.pid for descendant in descendants(os.getpid(), table()))}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/maps") as maps:
@@ -128,11 +131,11 @@ def _in_foreign_use(name: str) -> bool:
 
 def server_descriptors(server: servers.Server) -> dict[str, int]:
     """Return the number of descriptors of a server's processes, summed by title."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError):
-            found[servers.title(process)] += len(os.listdir(f"/proc/{process.pid}/fd"))
-    return dict(found)
+            counter[servers.title(process)] += len(os.listdir(f"/proc/{process.pid}/fd"))
+    return dict(counter)
 
 
 def unix_sockets(folder: Path) -> int:
@@ -147,14 +150,14 @@ def resident_bytes(server: servers.Server) -> dict[str, int]:
     Shared pages count once. Pages of files are excluded, because their share depends on other
     programs on the machine that map the same libraries.
     """
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
             kilobytes = [
                 int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shm"))
             ]
-            found[servers.title(process)] += 1024 * sum(kilobytes)
-    return dict(found)
+            counter[servers.title(process)] += 1024 * sum(kilobytes)
+    return dict(counter)
 
 
 def cpu_seconds(server: servers.Server) -> dict[str, float]:

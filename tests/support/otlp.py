@@ -28,7 +28,10 @@ class Collector:
 
 
 def attributes(of: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in of.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
+        for attribute in of.attributes
+    }
 
 
 @contextlib.contextmanager

@@ -39,9 +39,9 @@ def descendants(pid: int, processes: dict[int, Entry]) -> list[Entry]:
     children = defaultdict(list)
     for entry in processes.values():
         children[entry.parent].append(entry)
-    found: list[Entry] = []
+    entries: list[Entry] = []
     generation = children[pid]
     while generation:
-        found += generation
+        entries += generation
         generation = [child for entry in generation for child in children[entry.pid]]
-    return found
+    return entries

@@ -67,7 +67,7 @@ def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
             yield pool
         finally:
             # After a failure, only this releases the executions that wait at the gate.
-            while not all(asked.done() for asked in pool.futures):
+            while not all(future.done() for future in pool.futures):
                 server.gate.release_arrivals(0.1)
             server.gate.release_all()
 

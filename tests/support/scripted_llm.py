@@ -72,8 +72,8 @@ def write_scripted(
     successor: dict[int, int] = {}
     for begin, script in scripts.items():
         names = [begin, *script, END]
-        known = tokenizer.get_vocab()
-        ids = [known[name if name in added else _spelled(name)] for name in names]
+        vocab = tokenizer.get_vocab()
+        ids = [vocab[name if name in added else _spelled(name)] for name in names]
         successor |= dict(itertools.pairwise(ids))
     first = successor[tokenizer.get_vocab()[next(iter(scripts))]]
     end = tokenizer.get_vocab()[END]

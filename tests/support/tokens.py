@@ -14,13 +14,13 @@ _collecting: list[str] = []
 
 
 def _server_frames() -> list[FrameType]:
-    found: list[FrameType] = []
+    frame_types: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)  # the caller of the collector's callback
     while frame is not None:
         if frame.f_code.co_filename.startswith(OURS):
-            found.append(frame)
+            frame_types.append(frame)
         frame = frame.f_back
-    return found
+    return frame_types
 
 
 def _collected(token: lent.Token) -> None:

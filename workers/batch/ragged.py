@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.batch.request import Array, Copied, Input, Request, Response
 
 
-class _Made(NamedTuple):
+class _GeneratedTensor(NamedTuple):
     """A rule for a tensor that is generated for each batch."""
 
     name: str
@@ -43,7 +43,7 @@ class _Made(NamedTuple):
     kind: np.dtype[Any]
 
 
-class _Cut(NamedTuple):
+class _OutputSplit(NamedTuple):
     """The rule for splitting an output; -1 in `dims` (no batch dimension) is the source's size."""
 
     source: str
@@ -56,13 +56,15 @@ class Ragged:
     def __init__(self, config: ModelSpec) -> None:
         self._batched = config.max_batch_size > 0
         self._generated = [
-            _Made(name, each.source_input[0], _VALUES[each.kind], np.dtype(NUMPY[each.datatype]))
+            _GeneratedTensor(
+                name, each.source_input[0], _VALUES[each.kind], np.dtype(NUMPY[each.datatype])
+            )
             for each in config.batch_input
             for name in each.target_name
         ]
         dims = {output.name: output.model_dims for output in config.output}
         self._cuts = {
-            name: _Cut(each.source_input[0], dims[name])
+            name: _OutputSplit(each.source_input[0], dims[name])
             for each in config.batch_output
             for name in each.target_name
         }

@@ -360,17 +360,19 @@ class Runner:
             Internal: An output is no array, or has a wrong number of rows.
         """
         requested = {name for request in requests for name in request.requested}
-        made: list[BatchOutput] = []
+        batch_outputs: list[BatchOutput] = []
         for name, value in outputs.items():
             if name in requested:
-                made.append(self._fetch(name, value, requests))
+                batch_outputs.append(self._fetch(name, value, requests))
         if self._device.remote:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         states = [self._state(name, outputs, requests) for name in requests[0].states]
         if len(requests) == 1:
-            return [Response([self._parts(item, requests)[0] for item in made], states=states)]
-        parts = [self._parts(item, requests) for item in made]
+            return [
+                Response([self._parts(item, requests)[0] for item in batch_outputs], states=states)
+            ]
+        parts = [self._parts(item, requests) for item in batch_outputs]
         state_rows = [
             [state._replace(data=state.data[rows]) for rows in where]
             for state in states

@@ -160,15 +160,15 @@ class Scatterer:
             return
         spans = self._context.spans
         budget = MOST_TRACED - sum(map(len, spans))
-        for each in tensors:
-            output = each if isinstance(each, Output) else _as_output(each)
+        for tensor in tensors:
+            output = tensor if isinstance(tensor, Output) else _as_output(tensor)
             text = (
-                as_text(each.datatype, _host_array(output)) if output.data.nbytes < budget else ""
+                as_text(tensor.datatype, _host_array(output)) if output.data.nbytes < budget else ""
             )
             text = text if len(text) < budget else ""
             budget -= len(text)
-            shape = ",".join(map(str, each.shape))
-            row = (context.span_id, output is each, each.name, each.datatype, shape, text)
+            shape = ",".join(map(str, tensor.shape))
+            row = (context.span_id, output is tensor, tensor.name, tensor.datatype, shape, text)
             spans.append(TracedTensor(*row).packed())
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:

@@ -78,7 +78,7 @@ class CallRequest:
     @property
     def cancelled(self) -> bool:
         """Return whether all requests for which the model calls are cancelled."""
-        return bool(self.origins) and all(each.is_cancelled() for each in self.origins)
+        return bool(self.origins) and all(origin.is_cancelled() for origin in self.origins)
 
     @property
     def limit_us(self) -> int:

@@ -36,7 +36,7 @@ from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
-    Closed,
+    CloseReason,
     Pending,
     QueueHead,
     WaitUntil,
@@ -103,7 +103,7 @@ class Account:
         return misses - explained
 
 
-class Ways:
+class WaitingChoice:
     """The decision whether waiting for further requests pays, from measured latencies.
 
     The mean latencies with waiting (`on`) and without are compared as moving averages. For clients
@@ -256,7 +256,7 @@ class AdaptiveBatcher(Batcher):
         self._arrivals = Arrivals()
         self._load = Load()
         self._account = Account()
-        self._waiting = Ways(self._account)
+        self._waiting = WaitingChoice(self._account)
         self._sizes = Sizes(self._account)
         self._aim_ns = float(rules.target_ns)
         self._misses = 0.0  # the cumulative sum of misses beyond the tolerated share
@@ -320,16 +320,16 @@ class AdaptiveBatcher(Batcher):
             self._first, self._until_ns = head.requests[0], now_ns + int(self._time.setup_ns)
         batch = closed(head)
         if self._draining or not self._time.begun:
-            return batch or Batch(len(head.requests), Closed.IDLE)
+            return batch or Batch(len(head.requests), CloseReason.IDLE)
         tried = self._tried(now_ns, head)
         if tried:
-            return Batch(tried, Closed.PREFERRED)
+            return Batch(tried, CloseReason.PREFERRED)
         if batch is not None:
             return self._sized(head, batch)
         if not self._time.is_known:
-            return self._sized(head, Batch(len(head.requests), Closed.IDLE))
+            return self._sized(head, Batch(len(head.requests), CloseReason.IDLE))
         if head.flush_by_ns - reserve_ns <= now_ns:
-            return self._sized(head, Batch(len(head.requests), Closed.DEADLINE))
+            return self._sized(head, Batch(len(head.requests), CloseReason.DEADLINE))
         return self._wait(now_ns, head, reserve_ns)
 
     def _wait(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
@@ -339,16 +339,16 @@ class AdaptiveBatcher(Batcher):
         ends_ns = self._start_by(head.oldest_ns, head.units)
         if sooner or (self._waiting.on and self._waiting.pays) or self._late:
             ends_ns = max(ends_ns, burst_ns)
-        reason = Closed.IDLE
+        reason = CloseReason.IDLE
         if ends_ns <= now_ns:
-            reason = Closed.TARGET
+            reason = CloseReason.TARGET
         elif self._rules.delay_ns:
             ends_ns = min(ends_ns, head.oldest_ns + self._rules.delay_ns)
         until_ns = min(ends_ns, self._until_ns, burst_ns)
         if until_ns > now_ns:
             return WaitUntil(min(until_ns, head.flush_by_ns - reserve_ns))
         batch = self._sized(head, Batch(count, reason))
-        if batch.reason is Closed.TARGET:
+        if batch.reason is CloseReason.TARGET:
             return Batch(self._in_time(now_ns, head.requests) or count, reason)
         return batch
 
@@ -365,7 +365,7 @@ class AdaptiveBatcher(Batcher):
         best = self._best(head.units)
         if best >= head.units:
             return batch
-        return Batch(_within(head.requests, best), Closed.PREFERRED)
+        return Batch(_within(head.requests, best), CloseReason.PREFERRED)
 
     def _burst(self, head: QueueHead) -> tuple[int, bool]:
         """Return the end of the wait for the next request of a burst, or 0 for no wait.
@@ -387,7 +387,7 @@ class AdaptiveBatcher(Batcher):
         return 0, False
 
     def _tried(self, now_ns: int, head: QueueHead) -> int:
-        """Return how many requests at the head of the queue to run as a size trial, or 0."""
+        """Return the number of queued requests to run as a trial of a new batch size, or 0."""
         batches = self._load.batches
         if not self._sizes.due(batches):
             return 0

@@ -16,7 +16,7 @@ from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
-    Closed,
+    CloseReason,
     DynamicBatcher,
     WaitUntil,
 )
@@ -186,7 +186,7 @@ class Dispatch(Dispatcher):
                     tickets.ask(pool.free, len(queue))
                     break
             if retries and not ahead:
-                executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
+                executions.start([queue.take_retry()], CloseReason.RETRY, now_ns, slot)
                 continue
             if self._holds and self._is_held(in_order.count):
                 break

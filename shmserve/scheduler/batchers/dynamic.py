@@ -29,7 +29,7 @@ from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 
-class Closed(StrEnum):
+class CloseReason(StrEnum):
     """The reason why a batch took no further request."""
 
     FULL = "full"  # the next request would exceed the maximum size
@@ -59,7 +59,7 @@ class Batch:
     """
 
     count: int
-    reason: Closed
+    reason: CloseReason
 
 
 @final
@@ -119,7 +119,7 @@ class Batcher:
         """
 
 
-_ONE = Batch(1, Closed.IDLE)
+_ONE = Batch(1, CloseReason.IDLE)
 
 
 class DynamicBatcher(Batcher):
@@ -209,9 +209,9 @@ def closed(head: QueueHead | None) -> Batch | None:
     if head is None or 0 < head.best < len(head.requests):
         return None
     if head.full:
-        return Batch(len(head.requests), Closed.FULL)
+        return Batch(len(head.requests), CloseReason.FULL)
     if head.other_shape and not head.best:
-        return Batch(len(head.requests), Closed.SHAPE)
+        return Batch(len(head.requests), CloseReason.SHAPE)
     return None
 
 
@@ -225,17 +225,19 @@ def decide(
     count, best, delay = len(head.requests), head.best, rules.delay_ns
     waited_enough = 0 < delay <= now_ns - head.oldest_ns
     if best and not waited_enough:
-        return Batch(best, Closed.FULL if head.full and best == count else Closed.PREFERRED)
+        return Batch(
+            best, CloseReason.FULL if head.full and best == count else CloseReason.PREFERRED
+        )
     if head.full:
-        return Batch(count, Closed.FULL)
+        return Batch(count, CloseReason.FULL)
     if head.other_shape:
-        return Batch(count, Closed.SHAPE)
+        return Batch(count, CloseReason.SHAPE)
     if waited_enough:
-        return Batch(count, Closed.DELAY)
+        return Batch(count, CloseReason.DELAY)
     if head.units >= rules.largest_preferred:
-        return Batch(count, Closed.PREFERRED)
+        return Batch(count, CloseReason.PREFERRED)
     if not delay:
-        return Batch(count, Closed.IDLE)
+        return Batch(count, CloseReason.IDLE)
     if head.flush_by_ns - reserve_ns <= now_ns:
-        return Batch(count, Closed.DEADLINE)
+        return Batch(count, CloseReason.DEADLINE)
     return WaitUntil(min(head.oldest_ns + delay, head.flush_by_ns - reserve_ns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator
 
 _KEPT = 1 - 1 / 64  # decay, per execution, of the weights in the line fit
@@ -15,6 +16,8 @@ _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part i
 _REMEMBERED = 256.0  # maximum weight of a size's mean, in executions
 _GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # relative spread of durations
+_CHANGED = 8  # number of durations in a row that are a change of the level if all differ from it
+_STEP, _ALIKE = 1.5, 2.0  # minimum ratio of such a change; maximum ratio between such durations
 _DEVIATION = 1.25  # standard deviations per spread, for a normal distribution
 _SAME = 0.03  # relative difference below which rates count as equal
 _SURE = 2.0  # standard errors by which a rate must be better
@@ -74,6 +77,8 @@ class SizeTimes:
         self._level = 1.0
         self._setup_ns = self._each_ns = 0.0  # the fitted line of duration by size, at a level of 1
         self._spread = _FIRST_SPREAD
+        # The last batches if all durations differ much from the level: matching level, and size.
+        self._steps: deque[tuple[float, _Size]] = deque(maxlen=_CHANGED)
         self._seen = -1
         self._late = 0  # executions while the target was out of reach
         # These lists are by index of a size, as of the last refresh, at a level of 1.
@@ -159,6 +164,12 @@ class SizeTimes:
         Update the level and the spread.
         """
         ratio = took / size.mean
+        if not 1 / _STEP < ratio < _STEP:
+            self._steps.append((self._level * ratio, size))
+            if len(self._steps) == _CHANGED and self._has_changed():
+                return size.mean
+        elif self._steps:
+            self._steps.clear()
         if size.weight >= 4:
             # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The mean
             # ratio is 1, whereas the mean logarithm of skewed durations is not 0.
@@ -173,6 +184,17 @@ class SizeTimes:
             if size.weight >= 2:
                 return size.mean * min(max(ratio, 1 - widest), 1 + widest)
         return took
+
+    def _has_changed(self) -> bool:
+        """Set the level if the last durations, of several sizes, differ from it by one factor."""
+        levels = sorted(level for level, _ in self._steps)
+        sizes = {id(size) for _, size in self._steps}
+        if len(sizes) < 2 or levels[-1] > levels[0] * _ALIKE:
+            return False
+        self._level, self._spread = levels[_CHANGED // 2], _FIRST_SPREAD
+        self._steps.clear()
+        self._stale = True
+        return True
 
     # --- decisions -------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers import dynamic
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
-    Closed,
+    CloseReason,
     WaitUntil,
 )
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
@@ -155,7 +155,7 @@ class Rows:
     """
 
     rows: list[tuple[int, StatefulSequence | None]]
-    reason: Closed
+    reason: CloseReason
 
 
 class InstanceSlots:
@@ -216,14 +216,14 @@ def _direct(
     ready = sorted(slots.ready)
     heads = {slot: slots.ready[slot].waiting.first for slot in ready}
     oldest = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
-    reason = Closed.FULL if len(ready) == rules.slots else Closed.IDLE
+    reason = CloseReason.FULL if len(ready) == rules.slots else CloseReason.IDLE
     if rules.delay_ns and len(ready) < rules.spec.minimum_slot_utilization * rules.slots:
         # Triton requires more than the delay to have passed.
         until = heads[oldest].enqueued_ns + rules.delay_ns + 1
         flush_by = min(head.flush_by_ns for head in heads.values()) - reserve_ns
         if now_ns < min(until, flush_by):
             return WaitUntil(min(until, flush_by))
-        reason = Closed.DELAY if until <= now_ns else Closed.DEADLINE
+        reason = CloseReason.DELAY if until <= now_ns else CloseReason.DEADLINE
     shape_key = heads[oldest].shape_key
     rows: list[tuple[int, StatefulSequence | None]] = [
         (slot, None) for slot in range(ready[-1] + 1)
@@ -232,7 +232,7 @@ def _direct(
         if heads[slot].shape_key == shape_key:
             rows[slot] = slot, slots.ready[slot]
         else:
-            reason = Closed.SHAPE
+            reason = CloseReason.SHAPE
     return Rows(rows, reason)
 
 

@@ -253,7 +253,7 @@ class Plan:
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
         for tensor, origin in origins.items():
-            readers = tuple(each for each in all_readers if (tensor, 0) in each.first)
+            readers = tuple(reader for reader in all_readers if (tensor, 0) in reader.first)
             if readers:
                 once = origin == ONCE
                 many = once and not all(reader.once for reader in readers)

@@ -38,7 +38,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
 from shmserve.scheduler.requests.queue import Timers, believable, expired_text
@@ -331,7 +331,7 @@ class EnsembleRequests:
             self._warn(flow.absent)
         times_ns = (request.input_ns, request.infer_ns, request.output_ns)
         timing = Timing(request.enqueued_ns, *times_ns)
-        self._statistics.executed(Closed.IDLE, request.units, timing, now_ns)
+        self._statistics.executed(CloseReason.IDLE, request.units, timing, now_ns)
         packed = NOTHING
         if self._decoupled:
             self._count(request, b"", final=True, now_ns=now_ns)

@@ -76,7 +76,10 @@ class Ongoing:
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}
-        return {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+        return {
+            sequence.sample: sequence.tokens[len(generation.prompt) :]
+            for sequence in generation.sequences
+        }
 
     def resumed(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
@@ -320,17 +323,18 @@ class GenerativeDispatch(Dispatcher):
             self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
         ]
         by_status = {
-            str(status): sum(each.count(status) for each in engines) for status in SequenceStatus
+            str(status): sum(engine.count(status) for engine in engines)
+            for status in SequenceStatus
         }
-        rows = sum(len(each.running.rows) for each in engines if each.running is not None)
+        rows = sum(len(engine.running.rows) for engine in engines if engine.running is not None)
         seats = len(engines) * self._engine_settings.max_batch_size
         return {
             "sequences": by_status,
             "blocks": {
-                "free": sum(each.pool.available - each.pool.cached for each in engines),
-                "cached": sum(each.pool.cached for each in engines),
-                "used": sum(each.pool.used for each in engines),
-                "host": sum(each.host.used for each in engines),
+                "free": sum(engine.pool.available - engine.pool.cached for engine in engines),
+                "cached": sum(engine.pool.cached for engine in engines),
+                "used": sum(engine.pool.used for engine in engines),
+                "host": sum(engine.host.used for engine in engines),
             },
             "utilization": rows / seats if seats else 0.0,
         }

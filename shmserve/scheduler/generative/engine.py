@@ -347,7 +347,9 @@ class Engine(Generic[T]):
 
     def _seats(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
-        seats = sum(each.seats for each in sequences if each.status is SequenceStatus.RUNNING)
+        seats = sum(
+            sequence.seats for sequence in sequences if sequence.status is SequenceStatus.RUNNING
+        )
         return self.settings.max_batch_size - seats
 
     def _needed(self, sequence: Sequence[T]) -> int:

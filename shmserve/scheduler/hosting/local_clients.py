@@ -246,11 +246,11 @@ class LocalTraces:
     def use(self, message: SetTracing) -> None:
         """Apply trace settings; equal settings continue the sampling."""
         settings = message.settings
-        own = TraceSettings(**settings.get(self._model, settings[""]))
-        if own != self._sampler.settings:
-            self._sampler = Sampler(own)
+        trace_settings = TraceSettings(**settings.get(self._model, settings[""]))
+        if trace_settings != self._sampler.settings:
+            self._sampler = Sampler(trace_settings)
         self._slow_ns = message.slow_request_ms * _NS_PER_MS
-        self.active = own.on or self._slow_ns > 0
+        self.active = trace_settings.on or self._slow_ns > 0
 
     def begin(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""

@@ -22,7 +22,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.messages.supervision import InstanceServed
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.requests.request import ControlLink, Peers, ScheduledRequest, Timing
 from shmserve.scheduler.requests.responses import Responses
@@ -122,7 +122,7 @@ class Executions:
     def start(
         self,
         requests: list[ScheduledRequest],
-        reason: Closed,
+        reason: CloseReason,
         now_ns: int,
         required: Slot | None = None,
         rows: Sequence[SequenceRow] = (),

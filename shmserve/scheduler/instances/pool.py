@@ -30,7 +30,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
 
@@ -82,7 +82,7 @@ class Execution:
 
     id: int
     requests: list[ScheduledRequest]
-    reason: Closed | None  # why the batch closed; None: a step of a generative model
+    reason: CloseReason | None  # why the batch closed; None: a step of a generative model
     sent_ns: int
     started_ns: int
     rows: int = 0
@@ -331,7 +331,7 @@ class Pool:
         if self._tickets is not None:
             self._tickets.gone(slot.index)
         executions = list(slot.executions)
-        begun = {request.key for each in executions for request in each.requests}
+        begun = {request.key for execution in executions for request in execution.requests}
         lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
         slot.executions.clear()
         slot.requests.clear()
@@ -438,7 +438,7 @@ class Pool:
         coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [
             bool(slot.executions)
-            and any((slot.pid, each.key) in callers for each in slot.executions[0].requests)
+            and any((slot.pid, request.key) in callers for request in slot.executions[0].requests)
             for slot in coming
         ]
         return any(occupied) if some else bool(occupied) and all(occupied)
@@ -450,7 +450,7 @@ class Pool:
             The lists by the address of the worker.
         """
         return {
-            slot.peer: [slot.pid, *(each.key for each in slot.executions[0].requests)]
+            slot.peer: [slot.pid, *(request.key for request in slot.executions[0].requests)]
             if slot.executions
             else [slot.pid]
             for slot in self._slots.values()

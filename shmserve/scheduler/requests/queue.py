@@ -290,7 +290,9 @@ class RequestQueue:
 
     def calls(self) -> list[ScheduledRequest]:
         """Return the waiting requests that executing models have sent and wait for."""
-        waiting = [each for each in self.from_models if each.state is State.QUEUED]
+        waiting = [
+            from_model for from_model in self.from_models if from_model.state is State.QUEUED
+        ]
         self.from_models = waiting
         return waiting
 

@@ -115,8 +115,12 @@ def test_registrations_leave_some(server: Server) -> None:
 
     Dead processes are still replaced.
     """
-    with scene(server) as stage, SharedObject(4096) as made, contextlib.ExitStack() as stack:
-        replies = [stage.http.register(f"r{n}", made.key, 4096) for n in range(_LIMIT)]
+    with (
+        scene(server) as stage,
+        SharedObject(4096) as shared_object,
+        contextlib.ExitStack() as stack,
+    ):
+        replies = [stage.http.register(f"r{n}", shared_object.key, 4096) for n in range(_LIMIT)]
         refused = replies[-1]
         assert refused.status == 400 and "can be registered" in refused.error
         for _ in range(_LIMIT):

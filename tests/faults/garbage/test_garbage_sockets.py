@@ -206,8 +206,8 @@ def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
     This code may connect to the server's internal sockets, but is not accepted as a gateway or a
     worker under any identity.
     """
-    with scene(server) as stage, SharedObject(4096) as made:
-        stage.http.register("kept", made.key, 4096).ok()
+    with scene(server) as stage, SharedObject(4096) as shared_object:
+        stage.http.register("kept", shared_object.key, 4096).ok()
         for path, process in itertools.product(sockets(server), server.tree()):
             pid = process.pid
             names = [f"gateway.0.{pid}", f"0.{pid}", f"{pid}.abc", f"other.{pid}", str(pid), ""]

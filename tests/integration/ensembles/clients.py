@@ -18,9 +18,9 @@ def floats(*values: float) -> np.ndarray:
 def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
     made = []
     for name, array in arrays.items():
-        given = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
-        given.set_data_from_numpy(array)
-        made.append(given)
+        infer_input = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+        infer_input.set_data_from_numpy(array)
+        made.append(infer_input)
     return made
 
 

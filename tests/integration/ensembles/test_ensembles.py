@@ -60,7 +60,7 @@ def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> No
 
     def ask(numbers: Iterable[int]) -> None:
         arrays = [np.full(LARGE, number, np.float32) for number in numbers]
-        asked = [client.async_infer("passes", inputs(triton, {"IN": each})) for each in arrays]
+        asked = [client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays]
         for given, response in zip(arrays, asked, strict=True):
             result = response.get_result()
             assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
@@ -137,8 +137,8 @@ def test_a_condition_that_the_client_sends(server: Server, run: bool, expected: 
 
 def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
     """Schedulers do not read memory that a client may truncate."""
-    with SharedObject(4096) as made, server.http() as http:
-        http.register("condition", made.key, 4096).ok()
+    with SharedObject(4096) as shared_object, server.http() as http:
+        http.register("condition", shared_object.key, 4096).ok()
         given = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
         refused = http.infer("asked", {"inputs": given})
         assert (refused.status, refused.error) == (
@@ -224,16 +224,16 @@ def test_through_shared_memory(server: Server) -> None:
     """Inputs and outputs in a client's region are read and written by the steps' workers."""
     size = LARGE * 4
     given = np.arange(LARGE, dtype=np.float32)
-    with SharedObject(2 * size) as made, server.http() as http:
-        made.write(given, 0)
-        http.register("both", made.key, 2 * size).ok()
+    with SharedObject(2 * size) as shared_object, server.http() as http:
+        shared_object.write(given, 0)
+        http.register("both", shared_object.key, 2 * size).ok()
         request = {
             "inputs": [shm_input("IN", "FP32", [1, LARGE], "both", size)],
             "outputs": [{"name": "OUT", "parameters": in_region("both", size, size)}],
         }
         for model, result in (("two", (given + 1) * 2), ("three", given + 3)):
             http.infer(model, request).ok()
-            assert (made.read(np.float32, LARGE, size) == result).all()
+            assert (shared_object.read(np.float32, LARGE, size) == result).all()
         http.unregister("both").ok()
 
 

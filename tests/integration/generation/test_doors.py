@@ -44,7 +44,7 @@ def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> lis
     }
     with native.connect(run_dir=server.run_dir) as client:
         responses = list(client.stream(model, given, outputs=["token_ids"]))
-    return [int(token) for each in responses for token in each["token_ids"]]
+    return [int(token) for response in responses for token in response["token_ids"]]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
     events = list(
         client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(each.choices[0].text for each in events[:-1]) == whole.choices[0].text
+    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
     assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert events[-1].choices == []
     assert events[-1].usage == whole.usage
@@ -152,7 +152,7 @@ def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
     assert whole.choices[0].message.role == "assistant"
     events = list(client.chat.completions.create(**asked, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
-    text = "".join(each.choices[0].delta.content or "" for each in events)
+    text = "".join(event.choices[0].delta.content or "" for event in events)
     assert text == whole.choices[0].message.content
     assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
@@ -217,10 +217,10 @@ def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
     text.set_data_from_numpy(np.array([PROMPTS[0].encode()], np.object_))
     stream = grpc.InferInput("stream", [1], "BOOL")
     stream.set_data_from_numpy(np.array([True]))
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    simple_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     tokens: list[int] = []
     with grpc.InferenceServerClient(generative.grpc_url) as client:
-        client.start_stream(lambda result, error: heard.put(error or result))
+        client.start_stream(lambda result, error: simple_queue.put(error or result))
         client.async_stream_infer(
             "tiny",
             [text, stream],
@@ -231,7 +231,7 @@ def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
             parameters={"max_tokens": COUNT, "temperature": "0"},
         )
         while True:
-            result = heard.get(timeout=30)
+            result = simple_queue.get(timeout=30)
             tokens += result.as_numpy("token_ids").tolist()
             if result.as_numpy("finish_reason")[0]:
                 break
@@ -411,7 +411,7 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
     made = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
-    assert [each.index for each in made.choices] == list(range(5))
+    assert [choice.index for choice in made.choices] == list(range(5))
     assert made.usage is not None and made.usage.completion_tokens == 15
 
 

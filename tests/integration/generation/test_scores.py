@@ -58,7 +58,7 @@ def test_a_completion_with_its_prompt(
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     found: Any = client.completions.create(**asked, stream=stream)
     events: Any = found if stream else [found]
-    choices = [choice for each in events for choice in each.choices]
+    choices = [choice for event in events for choice in event.choices]
     for index in (0, 1):
         parts = [choice for choice in choices if choice.index == index]
         text = "".join(part.text for part in parts)
@@ -99,8 +99,8 @@ def test_an_evaluation_finds_what_transformers_finds(
         assert told.top_logprobs is not None
         part = slice(len(tokens), -1)
         rows = scores(prompt)[len(tokens) - 1 : -1]
-        wanted = rows[range(len(rows)), prompt[len(tokens) :]]
-        assert sum(told.token_logprobs[part]) == pytest.approx(wanted.sum().item(), abs=1e-4)
+        row = rows[range(len(rows)), prompt[len(tokens) :]]
+        assert sum(told.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
         likeliest = [max(each.values()) for each in told.top_logprobs[part]]
         greedy = [
             one == most for one, most in zip(told.token_logprobs[part], likeliest, strict=True)
@@ -126,17 +126,17 @@ def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
 
 
 def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(
+    choice = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=40, seed=2,
         logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
     ).choices[0]  # fmt: skip
-    assert found.logprobs is not None and found.logprobs.content is not None
-    told = b"".join(bytes(each.bytes or ()) for each in found.logprobs.content)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    told = b"".join(bytes(each.bytes or ()) for each in choice.logprobs.content)
     specials = "<|end|>", "<|user|>", "<|model|>"
     text = told.decode(errors="replace")
     for special in specials:
         text = text.replace(special, "")
-    assert text.rstrip("\ufffd") == (found.message.content or "").rstrip("\ufffd")
+    assert text.rstrip("\ufffd") == (choice.message.content or "").rstrip("\ufffd")
 
 
 def test_options_that_contradict_each_other(client: openai.OpenAI) -> None:
@@ -165,11 +165,11 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
     settings = grpc.InferInput("sampling_parameters", [1], "BYTES")
     settings.set_data_from_numpy(np.array([json.dumps(parameters).encode()], np.object_))
     outputs = [grpc.InferRequestedOutput(name) for name in ("logprobs", "prompt_token_ids")]
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    simple_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpc.InferenceServerClient(generative.grpc_url) as client:
-        client.start_stream(lambda result, error: heard.put(error or result))
+        client.start_stream(lambda result, error: simple_queue.put(error or result))
         client.async_stream_infer("tiny", [text, settings], outputs=outputs)
-        result = heard.get(timeout=30)
+        result = simple_queue.get(timeout=30)
         client.stop_stream()
     assert result.as_numpy("prompt_token_ids").tolist() == tokens
     assert whole["text_output"].startswith(PROMPT)

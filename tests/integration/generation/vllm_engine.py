@@ -383,7 +383,7 @@ def shared_memory(server: Server) -> set[str]:
     found = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found |= {each.path for each in child.memory_maps()}
+            found |= {memory_map.path for memory_map in child.memory_maps()}
     return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 

@@ -30,8 +30,8 @@ def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
 
 def test_two_requests_that_write_to_one_place(server: Server) -> None:
     """Both requests succeed, the last result remains, and the log contains a warning."""
-    with SharedObject(4096) as made, request_pool(server) as pool, server.http() as http:
-        http.register("twice", made.key, 4096).ok()
+    with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
+        http.register("twice", shared_object.key, 4096).ok()
         first = pool.infer("gated", gated(1, "twice", 0))
         visit = server.gate.next()
         second = pool.infer("gated", gated(2, "twice", 60))
@@ -40,7 +40,7 @@ def test_two_requests_that_write_to_one_place(server: Server) -> None:
         visit.release()
         server.gate.next().release()
         assert (first.result().status, second.result().status) == (200, 200)
-        assert (made.read(np.int32, 16, 60) == 2).all()
+        assert (shared_object.read(np.int32, 16, 60) == 2).all()
         http.unregister("twice").ok()
 
 
@@ -55,8 +55,8 @@ def shared(region: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["draining", ""])
 def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str) -> None:
     """Every gateway lists it, and new requests may use it until the last request ends."""
-    with SharedObject(8192) as made, request_pool(server) as pool, server.http() as http:
-        http.register("draining", made.key, 8192).ok()
+    with SharedObject(8192) as shared_object, request_pool(server) as pool, server.http() as http:
+        http.register("draining", shared_object.key, 8192).ok()
         shown = http.regions("draining").ok().json()
         asked = pool.infer("gated", gated(1, "draining", 0))
         visit = server.gate.next()
@@ -75,15 +75,19 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
         assert http.infer("identity", shared("draining")).status == 200
         visit.release()
         assert later.result().status == 200
-        assert (made.read(np.int32, 16, 64) == 2).all()
+        assert (shared_object.read(np.int32, 16, 64) == 2).all()
         until("it is not listed", lambda: http.regions().ok().json() == [])
         assert http.regions("draining").status == 404
 
 
 def test_unregister_drains_under_load(server: Server) -> None:
     """An unregistered region is removed once no request uses it. Later requests receive 404."""
-    with SharedObject(8192) as made, SharedObject(8192) as other, request_pool(server, 2) as pool:
-        made.write(np.arange(1024, dtype=np.float32))
+    with (
+        SharedObject(8192) as shared_object,
+        SharedObject(8192) as other,
+        request_pool(server, 2) as pool,
+    ):
+        shared_object.write(np.arange(1024, dtype=np.float32))
 
         def ask_until_refused(http: Http) -> Any:
             while (reply := http.infer("identity", shared("busy"))).status == 200:
@@ -91,7 +95,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
             return reply
 
         with server.http() as http:
-            http.register("busy", made.key, 8192).ok()
+            http.register("busy", shared_object.key, 8192).ok()
             asked = [pool.send(ask_until_refused) for _ in range(2)]
             until("they ask", lambda: server.metric("nv_inference_count", model="identity") > 20)
             http.unregister("busy").ok()
@@ -108,15 +112,15 @@ def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
     """After the region was unregistered and its requests have ended, no process holds the
     object.
     """
-    with SharedObject(4096) as made, request_pool(server) as pool, server.http() as http:
-        http.register("held", made.key, 4096).ok()
+    with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
+        http.register("held", shared_object.key, 4096).ok()
         asked = pool.infer("gated", gated(1, "held", 0))
         visit = server.gate.next()
         http.unregister("held").ok()
-        assert holders(server, made.name)
+        assert holders(server, shared_object.name)
         visit.release()
         assert asked.result().status == 200
-        until("nobody holds it", lambda: not holders(server, made.name))
+        until("nobody holds it", lambda: not holders(server, shared_object.name))
 
 
 def holders(server: Server, name: str) -> list[str]:

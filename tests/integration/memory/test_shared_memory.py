@@ -39,9 +39,9 @@ def nothing_registered(http: Http) -> Iterator[None]:
 @pytest.fixture
 def region() -> Iterator[SharedObject]:
     """Yield an object for an input and an output of SIZE bytes each."""
-    with SharedObject(2 * SIZE) as made:
-        made.write(VALUES)
-        yield made
+    with SharedObject(2 * SIZE) as shared_object:
+        shared_object.write(VALUES)
+        yield shared_object
 
 
 def through(
@@ -117,31 +117,33 @@ def test_several_tensors_in_several_regions(http: Http) -> None:
 def test_bytes_in_regions(http: Http) -> None:
     words = [b"one", b"", b"three\0"]
     raw = join_bytes(words)
-    with SharedObject(4096) as made:
-        made.write(raw)
-        http.register("r", made.key, 4096).ok()
+    with SharedObject(4096) as shared_object:
+        shared_object.write(raw)
+        http.register("r", shared_object.key, 4096).ok()
         request = {
             "inputs": [shm_input("INPUT0", "BYTES", [1, 3], "r", len(raw))],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 1024, 2048)}],
         }
         http.infer("text", request).ok()
-        assert split_bytes(made.read(np.uint8, len(raw), 2048).tobytes()) == words
+        assert split_bytes(shared_object.read(np.uint8, len(raw), 2048).tobytes()) == words
 
 
 @pytest.mark.parametrize("offset", [0, PAGE, 1, 8, 4095, 3 * PAGE + 4])
 def test_registered_offset(http: Http, offset: int) -> None:
     """Any offset is allowed, aligned to pages or not. It is added only once."""
-    with SharedObject(8 * PAGE) as made:
-        made.write(VALUES[:64], offset)
-        http.register("r", made.key, 1024, offset).ok()
+    with SharedObject(8 * PAGE) as shared_object:
+        shared_object.write(VALUES[:64], offset)
+        http.register("r", shared_object.key, 1024, offset).ok()
         assert through(http, "r", output_offset=512, size=256).status == 200
-        assert (made.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]).all()
+        assert (
+            shared_object.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]
+        ).all()
 
 
 def test_the_last_page_of_a_large_object(http: Http) -> None:
-    with SharedObject(1024 * PAGE) as made:
-        made.write(VALUES, 1023 * PAGE)
-        http.register("r", made.key, PAGE, 1023 * PAGE).ok()
+    with SharedObject(1024 * PAGE) as shared_object:
+        shared_object.write(VALUES, 1023 * PAGE)
+        http.register("r", shared_object.key, PAGE, 1023 * PAGE).ok()
         request = {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", PAGE)]}
         assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
 
@@ -364,9 +366,9 @@ def test_tritonclient(server: Server) -> None:
             result = client.infer("simple", inputs, outputs=outputs)
             for name, offset, expected in (("OUTPUT0", 128, a + b), ("OUTPUT1", 192, a - b)):
                 assert result.get_output(name)["shape"] == [1, 16]
-                found = shm.get_contents_as_numpy(handle, np.int32, [1, 16], offset)
-                assert (found == expected).all()
-                del found
+                contents_as_numpy = shm.get_contents_as_numpy(handle, np.int32, [1, 16], offset)
+                assert (contents_as_numpy == expected).all()
+                del contents_as_numpy
             client.unregister_system_shared_memory("data")
             assert client.get_system_shared_memory_status() == []
         finally:

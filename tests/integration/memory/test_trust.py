@@ -105,12 +105,12 @@ class User:
     @contextlib.contextmanager
     def object(self, mode: int = 0o600, gid: int = -1) -> Iterator[SharedObject]:
         """Yield an object owned by this user, with values in its first half."""
-        with SharedObject(2 * SIZE) as made:
-            made.write(VALUES)
-            made.write(bytes(SIZE), SIZE)
-            os.fchown(made.fd, self.uid, gid)
-            os.fchmod(made.fd, mode)
-            yield made
+        with SharedObject(2 * SIZE) as shared_object:
+            shared_object.write(VALUES)
+            shared_object.write(bytes(SIZE), SIZE)
+            os.fchown(shared_object.fd, self.uid, gid)
+            os.fchmod(shared_object.fd, mode)
+            yield shared_object
 
 
 @pytest.fixture(params=["unix", "loopback"])
@@ -174,8 +174,8 @@ def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http
             reply = connection.getresponse()
             return reply.status, reply.read()
 
-    with SharedObject(SIZE) as made:
-        http.register("ours", made.key, SIZE).ok()
+    with SharedObject(SIZE) as shared_object:
+        http.register("ours", shared_object.key, SIZE).ok()
         status, body = as_user(ALICE, ask_and_send_nothing)
         assert (status, b"registered by another user" in body) == (404, True)
 
@@ -258,12 +258,12 @@ def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: 
     alice = User(server, folder, "unix", ALICE)
     before = {process.pid for process in server.tree()}
     size = 64 * 1024
-    with SharedObject(2 * size) as made:
-        os.fchown(made.fd, ALICE, -1)
-        os.posix_fallocate(made.fd, 0, 2 * size)
-        alice.register("cut", made, 2 * size).ok()
+    with SharedObject(2 * size) as shared_object:
+        os.fchown(shared_object.fd, ALICE, -1)
+        os.posix_fallocate(shared_object.fd, 0, 2 * size)
+        alice.register("cut", shared_object, 2 * size).ok()
         stop = threading.Event()
-        vandal = threading.Thread(target=chaos, args=(made, 2 * size, stop))
+        vandal = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
         vandal.start()
         try:
 
@@ -278,7 +278,7 @@ def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: 
             vandal.join()
         assert set(statuses) <= {200, 400}
         alice.ask(lambda http: http.unregister()).ok()
-        os.ftruncate(made.fd, 2 * size)
+        os.ftruncate(shared_object.fd, 2 * size)
     assert {process.pid for process in server.tree()} == before
 
 
@@ -290,10 +290,10 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     """
     others = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
     size = 64 * 1024
-    with SharedObject(2 * size) as made:
-        http.register("cut", made.key, 2 * size).ok()
+    with SharedObject(2 * size) as shared_object:
+        http.register("cut", shared_object.key, 2 * size).ok()
         stop = threading.Event()
-        vandal = threading.Thread(target=chaos, args=(made, 2 * size, stop))
+        vandal = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
         vandal.start()
         statuses = []
         try:
@@ -357,12 +357,12 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
 
     No descriptor and no object in /dev/shm is leaked.
     """
-    with SharedObject(SIZE) as made:
-        made.write(VALUES)
+    with SharedObject(SIZE) as shared_object:
+        shared_object.write(VALUES)
         for number in range(MOST):
-            http.register(f"r{number}", made.key, SIZE).ok()
+            http.register(f"r{number}", shared_object.key, SIZE).ok()
         before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
-        body = json.dumps({"key": made.key, "byte_size": SIZE}).encode()
+        body = json.dumps({"key": shared_object.key, "byte_size": SIZE}).encode()
         asked = [
             b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (number, len(body), body)
@@ -376,7 +376,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         assert not created_since(objects)
         assert len(http.regions().json()) == MOST
         http.unregister().ok()
-        http.register("again", made.key, SIZE).ok()
+        http.register("again", shared_object.key, SIZE).ok()
 
 
 def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
@@ -384,9 +384,9 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
 
     The first request succeeds.
     """
-    with SharedObject(4096) as made, request_pool(server) as pool:
-        http.register("a", made.key, 4096).ok()
-        http.register("b", made.key, 2048, 1024).ok()
+    with SharedObject(4096) as shared_object, request_pool(server) as pool:
+        http.register("a", shared_object.key, 4096).ok()
+        http.register("b", shared_object.key, 2048, 1024).ok()
 
         def request(region: str, offset: int, value: int = 7) -> dict[str, Any]:
             outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
@@ -407,7 +407,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
         for _ in fine:
             server.gate.next().release()
         assert [answer.result().status for answer in (first, *fine)] == [200] * 3
-        assert (made.read(np.int32, 48, 960) == 7).all()
+        assert (shared_object.read(np.int32, 48, 960) == 7).all()
         http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
 
 
@@ -417,15 +417,15 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
     Each request succeeds with consistent lengths or fails.
     """
     good, bad = join_bytes([b"ab", b"cd"]), (1 << 31).to_bytes(4, "little")
-    with SharedObject(4096) as made:
-        made.write(good)
-        http.register("r", made.key, 4096).ok()
+    with SharedObject(4096) as shared_object:
+        shared_object.write(good)
+        http.register("r", shared_object.key, 4096).ok()
         stop = threading.Event()
 
         def flip() -> None:
             while not stop.is_set():
-                os.pwrite(made.fd, bad, 0)
-                os.pwrite(made.fd, good[:4], 0)
+                os.pwrite(shared_object.fd, bad, 0)
+                os.pwrite(shared_object.fd, good[:4], 0)
 
         racer = threading.Thread(target=flip)
         racer.start()

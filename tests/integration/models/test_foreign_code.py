@@ -52,8 +52,8 @@ def state(http: Http) -> tuple[Any, ...]:
 
 def test_a_model_at_every_socket(server: Server) -> None:
     """With its own identity it is accepted only as a worker of its own model."""
-    with server.http() as http, SharedObject(4096) as made:
-        http.register("kept", made.key, 4096).ok()
+    with server.http() as http, SharedObject(4096) as shared_object:
+        http.register("kept", shared_object.key, 4096).ok()
         assert constant(http) == 1
         before = state(http), sorted(process.pid for process in server.tree())
         own = str(server.find_one("worker intruder.0").pid)

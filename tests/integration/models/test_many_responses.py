@@ -198,9 +198,9 @@ def test_classification(server: Server, client_module: Any) -> None:
         assert "classification" in _extensions(client.get_server_metadata())
         tensor = client_module.InferInput("INPUT0", ROWS.shape, "FP32")
         tensor.set_data_from_numpy(ROWS)
-        wanted = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
+        infer_requested_output = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
-            result = client.infer("scores", [tensor], outputs=[wanted])
+            result = client.infer("scores", [tensor], outputs=[infer_requested_output])
             shown = result.as_numpy("OUTPUT0")
             assert shown.shape == (2, 2)
             assert shown.ravel().tolist() == BEST

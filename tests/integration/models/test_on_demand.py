@@ -96,9 +96,9 @@ def loads(server: Server, name: str) -> int:
 
 
 def grpc_input() -> list[triton_grpc.InferInput]:
-    given = triton_grpc.InferInput("INPUT0", [1], "INT32")
-    given.set_data_from_numpy(np.zeros(1, np.int32))
-    return [given]
+    infer_input = triton_grpc.InferInput("INPUT0", [1], "INT32")
+    infer_input.set_data_from_numpy(np.zeros(1, np.int32))
+    return [infer_input]
 
 
 def test_what_is_not_loaded_is_ready(server: Server) -> None:
@@ -119,9 +119,9 @@ def test_what_is_not_loaded_is_ready(server: Server) -> None:
 
 def test_the_first_request_loads_it(server: Server) -> None:
     client = triton_http.InferenceServerClient(server.url)
-    given = triton_http.InferInput("INPUT0", [1], "INT32")
-    given.set_data_from_numpy(np.zeros(1, np.int32))
-    assert client.infer("http", [given]).as_numpy("OUTPUT0") == [1]
+    infer_input = triton_http.InferInput("INPUT0", [1], "INT32")
+    infer_input.set_data_from_numpy(np.zeros(1, np.int32))
+    assert client.infer("http", [infer_input]).as_numpy("OUTPUT0") == [1]
     client.close()
     with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client:
         assert grpc_client.infer("grpc", grpc_input()).as_numpy("OUTPUT0") == [1]
@@ -200,10 +200,10 @@ def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) ->
 
         def ask_late() -> str:
             with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-                given = triton_grpc.InferInput("INPUT0", [1, 1], "INT32")
-                given.set_data_from_numpy(np.zeros((1, 1), np.int32))
+                infer_input = triton_grpc.InferInput("INPUT0", [1, 1], "INT32")
+                infer_input.set_data_from_numpy(np.zeros((1, 1), np.int32))
                 with pytest.raises(InferenceServerException) as raised:
-                    client.infer("slow", [given], parameters={"deadline_us": 200_000})
+                    client.infer("slow", [infer_input], parameters={"deadline_us": 200_000})
                 return str(raised.value.message())
 
         assert threads.submit(ask_late).result() == reply.error

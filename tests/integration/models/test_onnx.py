@@ -55,14 +55,14 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.url) as made:
-        yield made
+    with triton.InferenceServerClient(server.url) as inference_server_client:
+        yield inference_server_client
 
 
 def given(name: str, array: np.ndarray) -> triton.InferInput:
-    made = triton.InferInput(name, list(array.shape), "FP32")
-    made.set_data_from_numpy(array)
-    return made
+    infer_input = triton.InferInput(name, list(array.shape), "FP32")
+    infer_input.set_data_from_numpy(array)
+    return infer_input
 
 
 def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServerClient) -> None:

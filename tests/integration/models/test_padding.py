@@ -66,9 +66,9 @@ def server(models: Path, start: Start) -> Server:
 
 def ask(server: Server, model: str, image: Any) -> tuple[Any, Any]:
     with triton.InferenceServerClient(server.grpc_url) as client:
-        given = triton.InferInput("IMAGE", image.shape, "FP32")
-        given.set_data_from_numpy(image)
-        result = client.infer(model, [given])
+        infer_input = triton.InferInput("IMAGE", image.shape, "FP32")
+        infer_input.set_data_from_numpy(image)
+        result = client.infer(model, [infer_input])
         return result.as_numpy("FEATURES"), result.as_numpy("SAW")
 
 

@@ -82,9 +82,9 @@ def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) 
 
     def over_grpc() -> None:
         with grpc.InferenceServerClient(server.grpc_url) as client:
-            given = grpc.InferInput("INPUT0", [1, 1], "INT32")
-            given.set_data_from_numpy(number(3))
-            client.infer("levels", [given], priority=3)
+            infer_input = grpc.InferInput("INPUT0", [1, 1], "INT32")
+            infer_input.set_data_from_numpy(number(3))
+            client.infer("levels", [infer_input], priority=3)
 
     def natively() -> None:
         with shmserve.client.connect(server.run_dir) as client:
@@ -94,35 +94,35 @@ def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) 
         with shmserve.client.connect(server.run_dir) as client:
             client.infer("caller", PRIORITY=np.array([1], np.int32))
 
-    held = Queue(server, pool, "levels")
-    held.add(5, priority=5)
-    held.add(4)  # without a priority: the default is level 4
-    asked = [held.call(each) for each in (over_grpc, natively, from_a_model)]
-    assert held.batches(5) == [[1], [2], [3], [4], [5]]
+    queue = Queue(server, pool, "levels")
+    queue.add(5, priority=5)
+    queue.add(4)  # without a priority: the default is level 4
+    asked = [queue.call(each) for each in (over_grpc, natively, from_a_model)]
+    assert queue.batches(5) == [[1], [2], [3], [4], [5]]
     for each in asked:
         each.result()
 
 
 def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.2."""
-    held = Queue(server, pool, "levels")
+    queue = Queue(server, pool, "levels")
     for value in range(1, 5):
-        held.add(value, priority=1)
+        queue.add(value, priority=1)
     refused = pool.number("levels", 9, priority=1).result()
     assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
     assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
-    held.add(5, priority=2)
-    assert held.batches(5) == [[1], [2], [3], [4], [5]]
+    queue.add(5, priority=2)
+    assert queue.batches(5) == [[1], [2], [3], [4], [5]]
 
 
 def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.4: its own timeout, which is shorter than the level's, only delays it."""
-    held = Queue(server, pool, "levels")
-    held.add(1, priority=5, timeout=500)
+    queue = Queue(server, pool, "levels")
+    queue.add(1, priority=5, timeout=500)
     time.sleep(0.01)  # its timeout expires, so later requests precede it
-    held.add(2, priority=4)
-    assert held.batches(2) == [[2], [1]]
-    assert all(asked.result().status == 200 for asked in pool.futures)
+    queue.add(2, priority=4)
+    assert queue.batches(2) == [[2], [1]]
+    assert all(future.result().status == 200 for future in pool.futures)
 
 
 @pytest.mark.parametrize("model", ["prefer_latency", "adaptive"])
@@ -130,7 +130,7 @@ def test_strategies_that_wait_for_nothing_run_what_is_there(
     server: Server, pool: RequestPool, model: str
 ) -> None:
     """The configured delay of these models is half a minute."""
-    held = Queue(server, pool, model)
+    queue = Queue(server, pool, model)
     for value in (1, 2, 3):
-        held.add(value)
-    assert held.batches(1) == [[1, 2, 3]]
+        queue.add(value)
+    assert queue.batches(1) == [[1, 2, 3]]

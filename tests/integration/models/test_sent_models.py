@@ -132,8 +132,8 @@ def loads_of(
 @pytest.fixture(scope="module")
 def friendly() -> Iterator[tuple[Server, Path]]:
     """Yield a server that other users can connect to, and its Unix socket."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as temporary_directory:
+        folder = Path(temporary_directory)
         folder.chmod(0o711)
         repositories.add(folder / "models", "constant")
         socket = folder / "socket"

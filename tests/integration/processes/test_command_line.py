@@ -164,7 +164,7 @@ def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repositor
     )
     told = run_command("check", str(repository))
     assert told.returncode == 2, told.stderr
-    (line,) = [each for each in told.stdout.splitlines() if each.startswith("both ")]
+    (line,) = [splitline for splitline in told.stdout.splitlines() if splitline.startswith("both ")]
     assert "FAILED  load failed for model 'both': at least one version must be available" in line
 
 
@@ -392,10 +392,10 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         _, (stats,), _ = ask(capsys, there, "stats", "halves", "--model-version=1")
         assert [row["name"] for row in every] == ["completed", "halves", "text"]
         assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
-        with SharedObject(4096) as made:
+        with SharedObject(4096) as shared_object:
             url = every_door["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
-                http.register("r", made.key, 4096).ok()
+                http.register("r", shared_object.key, 4096).ok()
                 _, regions, _ = ask(capsys, "regions", there)
                 http.unregister("r").ok()
         (region,) = [row for row in regions if row["name"] == "r"]

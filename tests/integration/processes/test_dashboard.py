@@ -179,7 +179,7 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
         assert "history" not in feed.next()
     assert len(history["at"]) >= 2 and history["at"] == sorted(history["at"])
     points = history["models"]["simple/1"]
-    assert len(points) == len(history["at"]) and max(each[0] for each in points if each) > 0
+    assert len(points) == len(history["at"]) and max(point[0] for point in points if point) > 0
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it shows figures", "models.size >= 7")
     first = "past.get('simple/1').find(point => point.rate > 0).at"

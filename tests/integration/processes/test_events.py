@@ -117,12 +117,12 @@ def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) 
 
 
 def test_regions(server: Server, events: EventReader) -> None:
-    with SharedObject(8192) as made, server.http() as http:
-        http.register("a", made.key, 4096, 4096).ok()
-        registered = m.RegionRegistered("a", made.key, 4096, 4096, os.getuid(), -1)
+    with SharedObject(8192) as shared_object, server.http() as http:
+        http.register("a", shared_object.key, 4096, 4096).ok()
+        registered = m.RegionRegistered("a", shared_object.key, 4096, 4096, os.getuid(), -1)
         assert registered in heard(events, lambda e: isinstance(e, m.RegionRegistered))
         listed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
-        assert f" region a: 4096 bytes, {made.key} from 4096" in listed
+        assert f" region a: 4096 bytes, {shared_object.key} from 4096" in listed
         http.unregister("a").ok()
         assert m.RegionUnregistered("a", "") in heard(
             events, lambda e: isinstance(e, m.RegionUnregistered)
@@ -158,9 +158,9 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
 
 
 def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> None:
-    with SharedObject(8192) as made, server.http() as http:
-        http.register("b", made.key, 8192).ok()
-        made.truncate(0)
+    with SharedObject(8192) as shared_object, server.http() as http:
+        http.register("b", shared_object.key, 8192).ok()
+        shared_object.truncate(0)
         server.find_one("worker simple.0").send_signal(signal.SIGBUS)
         found = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
         reason = "it was truncated while a worker used it, and the worker died"
@@ -233,15 +233,15 @@ def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
 def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
     """A stopped subscriber receives the missed events later, as far as its queue holds them."""
     with (
-        SharedObject(4096) as made,
+        SharedObject(4096) as shared_object,
         server.http() as http,
         following(server, "--topic=regions") as (process, line),
     ):
-        http.register("first", made.key, 4096).ok()
+        http.register("first", shared_object.key, 4096).ok()
         assert " region first: " in line()  # printed as part of the snapshot, or as an event
         stopped(psutil.Process(process.pid))
         for _ in range(100):
-            http.register("again", made.key, 4096).ok()
+            http.register("again", shared_object.key, 4096).ok()
             http.unregister("again").ok()
         http.unregister("first").ok()
         process.send_signal(signal.SIGCONT)
@@ -267,21 +267,21 @@ def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
                     last = int(told["name"].removeprefix("last-"))
 
     with (
-        SharedObject(4096) as made,
+        SharedObject(4096) as shared_object,
         server.http() as http,
         following(server, "--topic=regions", "--json") as (process, line),
     ):
-        http.register("first", made.key, 4096).ok()
+        http.register("first", shared_object.key, 4096).ok()
         assert json.loads(line())["name"] == "first"
         stopped(psutil.Process(process.pid))
         for _ in range(pairs):
-            http.register(name, made.key, 4096).ok()
+            http.register(name, shared_object.key, 4096).ok()
             http.unregister(name).ok()
         process.send_signal(signal.SIGCONT)
         reading = threading.Thread(target=read_to_the_end, daemon=True)
         reading.start()
         for number in itertools.count():  # until an event arrives, once the queue has space again
-            http.register(f"last-{number}", made.key, 4096).ok()
+            http.register(f"last-{number}", shared_object.key, 4096).ok()
             http.unregister(f"last-{number}").ok()
             reading.join(0.01)
             if not reading.is_alive():

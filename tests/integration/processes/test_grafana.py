@@ -228,7 +228,9 @@ def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:
 @needs_promtool
 def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
     assert PROMTOOL
-    assert {"ShmserveGone", *(alarm[0] for alarm in ALARMS)} == {each["alert"] for each in alerts()}
+    assert {"ShmserveGone", *(alarm[0] for alarm in ALARMS)} == {
+        alert["alert"] for alert in alerts()
+    }
     (tmp_path / "alerts.yaml").write_text(run_command("grafana", "--alerts").stdout)
     gone = {name: "1x10 stale" for name in HEALTHY if name.startswith("nv_cpu_utilization")}
     tests = [

@@ -258,7 +258,7 @@ async def started(args: dict[str, object]) -> AsyncIterator[NodeServer]:
 def launched_here() -> list[psutil.Process]:
     """Return the processes that node servers have started as children of this process."""
     children = psutil.Process().children()
-    return [each for each in children if "shmserve.ray.launch" in each.cmdline()]
+    return [child for child in children if "shmserve.ray.launch" in child.cmdline()]
 
 
 async def nothing() -> bytes:

@@ -157,7 +157,9 @@ class Stage:
     def finish(self, batch: m.Execute) -> None:
         """Send the worker's results of a batch."""
         now = time.monotonic_ns()
-        replies = [m.Reply(key, "", "", *DONE) for key in (each.key for each in batch.requests)]
+        replies = [
+            m.Reply(key, "", "", *DONE) for key in (request.key for request in batch.requests)
+        ]
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
     def statistics(self) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def test_the_host_ignores_messages_that_are_not_for_hosts(stage: Stage) -> None:
 def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage) -> None:
     number = stage.submit()
     batch = stage.next(stage.worker)
-    assert [(each.schema, each.data) for each in batch.requests] == [WORK]
+    assert [(request.schema, request.data) for request in batch.requests] == [WORK]
     stage.finish(batch)
     assert stage.next(stage.client) == m.Finished(number, *DONE)
     report = stage.statistics()

@@ -129,7 +129,7 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
     The first server continues and can still be replaced.
     """
     with first(repository, run_dir) as server, server.http() as http:
-        asked = InferInMemory(http)
+        infer_in_memory = InferInMemory(http)
         for number in (signal.SIGKILL, signal.SIGTERM):
             failing = next_to(server, slow)
             failing.gate.next()
@@ -144,8 +144,8 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
         failing = next_to(server, slow)
         assert failing.wait_exit(60) == 1
         failing.discard()
-        assert asked(http, 1) == ""
-        asked.close(http)
+        assert infer_in_memory(http, 1) == ""
+        infer_in_memory.close(http)
         assert_untouched(server)
 
 
@@ -170,7 +170,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
     servers = [server.wait_ready()]
     try:
         with server.http() as http:
-            asked = InferInMemory(http)
+            infer_in_memory = InferInMemory(http)
         addresses = (run_dir / "guests" / "addresses").read_text()
         for _ in range(2):
             following = next_to(server, repository, *flags)
@@ -180,7 +180,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
             assert (run_dir / "guests" / "addresses").read_text() == addresses
             with contextlib.closing(UnixHttp(path)) as unix, server.http() as http:
                 unix.get("/v2/health/ready").ok()
-                assert asked(http, 1) == ""
+                assert infer_in_memory(http, 1) == ""
             with shmserve.client.connect(run_dir) as native:
                 assert native.models()
             with EventReader(run_dir) as reader:
@@ -193,7 +193,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
             for process in following.find("worker"):
                 assert not process.net_connections("inet"), "it has no listening socket"
         with server.http() as http:
-            asked.close(http)
+            infer_in_memory.close(http)
         server.stop()
         assert not run_dir.exists()
         assert not path.exists()

@@ -80,18 +80,18 @@ def traced(models: Path, tmp_path: Path) -> Iterator[Server]:
 
 def by_http(server: Server) -> Any:
     with httpclient.InferenceServerClient(server.url) as client:
-        given = httpclient.InferInput("X", [1, 1], "FP32")
-        given.set_data_from_numpy(ROW)
-        result = client.infer("one", [given], parameters={"explain": True})
+        infer_input = httpclient.InferInput("X", [1, 1], "FP32")
+        infer_input.set_data_from_numpy(ROW)
+        result = client.infer("one", [infer_input], parameters={"explain": True})
     assert result.as_numpy("Y").item() == 2
     return result.get_response()["parameters"]["explanation"]
 
 
 def by_grpc(server: Server) -> Any:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        given = grpcclient.InferInput("X", [1, 1], "FP32")
-        given.set_data_from_numpy(ROW)
-        result = client.infer("one", [given], parameters={"explain": True})
+        infer_input = grpcclient.InferInput("X", [1, 1], "FP32")
+        infer_input.set_data_from_numpy(ROW)
+        result = client.infer("one", [infer_input], parameters={"explain": True})
     assert result.as_numpy("Y").item() == 2
     return json.loads(result.get_response().parameters["explanation"].string_param)
 
@@ -190,9 +190,9 @@ def told_by_http(server: Server) -> Any:
 
 def told_by_grpc(server: Server) -> Any:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        given = grpcclient.InferInput("X", [1], "FP32")
-        given.set_data_from_numpy(ROW[0])
-        result = client.infer("tell", [given], headers={"traceparent": TRACEPARENT})
+        infer_input = grpcclient.InferInput("X", [1], "FP32")
+        infer_input.set_data_from_numpy(ROW[0])
+        result = client.infer("tell", [infer_input], headers={"traceparent": TRACEPARENT})
     return result.as_numpy("Y").item().decode()
 
 
@@ -230,10 +230,12 @@ def test_errors_say_whose_trace_it_is(server: Server) -> None:
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
     with stub(server) as call:
         for model, name in (("boom", "X"), ("one", "NOPE")):
-            asked = pb.ModelInferRequest(model_name=model, raw_input_contents=[ROW.tobytes()])
-            asked.inputs.add(name=name, datatype="FP32", shape=[1])
+            model_infer_request = pb.ModelInferRequest(
+                model_name=model, raw_input_contents=[ROW.tobytes()]
+            )
+            model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
             with pytest.raises(grpc.RpcError) as failed:
-                call.ModelInfer(asked, metadata=list(given.items()), timeout=20)
+                call.ModelInfer(model_infer_request, metadata=list(given.items()), timeout=20)
             told = dict(failed.value.trailing_metadata())
             assert told["traceparent"].startswith(f"00-{TRACE}-")
     with shmserve.client.connect(server.run_dir) as native:
@@ -257,13 +259,13 @@ def stream_by_http(server: Server) -> Any:
 
 
 def stream_by_grpc(server: Server) -> Any:
-    found: Queue[Any] = Queue()
+    queue: Queue[Any] = Queue()
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        given = grpcclient.InferInput("X", [1], "FP32")
-        given.set_data_from_numpy(ROW[0])
-        client.start_stream(lambda result, error: found.put(error or result))
-        client.async_stream_infer("many", [given], parameters={"explain": True})
-        first, second, last = (found.get(timeout=20) for _ in range(3))
+        infer_input = grpcclient.InferInput("X", [1], "FP32")
+        infer_input.set_data_from_numpy(ROW[0])
+        client.start_stream(lambda result, error: queue.put(error or result))
+        client.async_stream_infer("many", [infer_input], parameters={"explain": True})
+        first, second, last = (queue.get(timeout=20) for _ in range(3))
         client.stop_stream()
     assert first.as_numpy("Y").item() == second.as_numpy("Y").item() == 1
     return json.loads(last.get_response().parameters["explanation"].string_param)
@@ -290,9 +292,9 @@ def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) 
     before = server.log().count("the client has disconnected")
     if door == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
-            given = grpcclient.InferInput("X", [1], "FP32")
-            given.set_data_from_numpy(ROW[0])
-            call = client.async_infer("late", [given], lambda result, error: None)
+            infer_input = grpcclient.InferInput("X", [1], "FP32")
+            infer_input.set_data_from_numpy(ROW[0])
+            call = client.async_infer("late", [infer_input], lambda result, error: None)
             time.sleep(0.1)
             call.cancel()
     else:
@@ -402,6 +404,41 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
         ]
 
 
+def is_longer(path: Path, entries: int) -> bool:
+    return path.exists() and len(entries_in(path)) > entries
+
+
+def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
+    """The text of a tensor is several megabytes; no trace may be cut, also not of an ensemble."""
+    models, path = tmp_path / "models", tmp_path / "traces.json"
+    same = 'return self.response(Y=self.input(request, "X"))'
+    add_model(models, "numbers", same)
+    add_model(models, "words", same, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
+    add_ensemble(models, "twice", [xy("numbers", "IN", "A"), xy("numbers", "A", "OUT")])
+    numbers = np.random.default_rng(1).random(400_000, np.float32)
+    text = 'A "word", \\ and ü.' * 200_000
+    sent = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
+    flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
+    with running(models, *(f"--trace-config={each}" for each in flags)) as server:
+        for model, values in sent.items():
+            before = len(entries_in(path)) if path.exists() else 0
+            name = "IN" if model == "twice" else "X"
+            with httpclient.InferenceServerClient(server.url) as client:
+                datatype = "BYTES" if model == "words" else "FP32"
+                given = httpclient.InferInput(name, list(values.shape), datatype)
+                client.infer(model, [given.set_data_from_numpy(values)])
+            until("it is written", partial(is_longer, path, before))
+            tensors = [each["tensor"] for each in entries_in(path)[before:] if "tensor" in each]
+            assert len(tensors) == (6 if model == "twice" else 2)
+            for each in tensors:
+                assert each["shape"] == str(len(values))
+                if model == "words":
+                    assert each["data"] == f'"{text}"'
+                else:
+                    found = np.array(each["data"].split(","), np.float32)
+                    np.testing.assert_allclose(found, numbers, rtol=1e-5)  # six digits
+
+
 @pytest.mark.parametrize(
     ("settings", "status", "says"),
     [
@@ -440,9 +477,9 @@ def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
         http.infer("calls", X).ok()
         assert http.infer("boom", X).status == 500
     with grpcclient.InferenceServerClient(traced.grpc_url) as client:
-        given = grpcclient.InferInput("X", [1, 1], "FP32")
-        given.set_data_from_numpy(ROW)
-        client.infer("one", [given])
+        infer_input = grpcclient.InferInput("X", [1, 1], "FP32")
+        infer_input.set_data_from_numpy(ROW)
+        client.infer("one", [infer_input])
     with shmserve.client.connect(traced.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
@@ -523,9 +560,9 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
             native.infer("both", IN=ROW, traceparent=unsampled)
     else:
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
-            given = grpcclient.InferInput("IN", [1, 1], "FP32")
-            given.set_data_from_numpy(ROW)
-            client.infer("both", [given], headers={"traceparent": TRACEPARENT})
+            infer_input = grpcclient.InferInput("IN", [1, 1], "FP32")
+            infer_input.set_data_from_numpy(ROW)
+            client.infer("both", [infer_input], headers={"traceparent": TRACEPARENT})
     spans = spans_of(made, 12 if door == "native" else 14)
     if door != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]

@@ -263,14 +263,14 @@ class LifecycleOracles:
 
     def _in_circle(self, version: ObservedVersion) -> bool:
         """Return whether live generations depend on each other in a cycle."""
-        found: set[ObservedVersion] = set()
+        observed_versions: set[ObservedVersion] = set()
         waiting = [version]
         while waiting:
             name = waiting.pop().spec.name
-            more = {each for each in self._executor.alive if each.uses(name)} - found
-            found |= more
+            more = {each for each in self._executor.alive if each.uses(name)} - observed_versions
+            observed_versions |= more
             waiting += more
-        return version in found
+        return version in observed_versions
 
     def discarded(self, folder: Path) -> None:
         for version in self._executor.alive:
@@ -293,7 +293,8 @@ class LifecycleOracles:
             return False
         if not version.spec.steps:
             return any(
-                each.alive and each.state is InstanceState.READY for each in version.memory_ranges
+                memory_range.alive and memory_range.state is InstanceState.READY
+                for memory_range in version.memory_ranges
             )
         return all(self._step_could_serve(step.name, depth) for step in version.spec.steps)
 

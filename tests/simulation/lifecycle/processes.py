@@ -127,7 +127,7 @@ class SimulatedProcesses:
         self.world.note("ends", child, reason)
         del self.alive[child.pid]
         self._starts.ended(child.memory_range)
-        for address in [each for each in self._handlers if pid_of(each) == child.pid]:
+        for address in [handler for handler in self._handlers if pid_of(handler) == child.pid]:
             self.withdraw(address)
         child.exited.set_result(reason)
 
@@ -257,7 +257,7 @@ class SimulatedProcesses:
 
     def worker_overruns(self) -> None:
         """Let the scheduler of a random worker request its end, some time after the overrun."""
-        found = [each for each in self._handlers if isinstance(each, SchedulerAddress)]
+        found = [handler for handler in self._handlers if isinstance(handler, SchedulerAddress)]
         if self.workers and found:
             child = self.world.random.choice(self.workers)
             number = child.version.scheduler.number if child.version is not None else 0

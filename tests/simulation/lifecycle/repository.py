@@ -129,7 +129,7 @@ class DrawnRepository:
             "instance_group": [{"count": sent.get("count", self.counts[name])}],
         }
         if steps:
-            written["ensemble_scheduling"] = {"step": [{"model_name": each} for each in steps]}
+            written["ensemble_scheduling"] = {"step": [{"model_name": step} for step in steps]}
             written["instance_group"] = []
         config = ModelSpec.of(written)
         versions, folder = self.versions[name], _NOBODY / name

@@ -63,7 +63,7 @@ class ObservedVersion(ModelVersion):
     @property
     def wanted(self) -> int:
         """Return the number of instances that do not retire."""
-        return sum(each.state not in _LEAVING for each in self.memory_ranges)
+        return sum(memory_range.state not in _LEAVING for memory_range in self.memory_ranges)
 
     def knows(self, index: int, child: SimulatedChild) -> bool:
         """Check whether the scheduler expects a process that has attached to it."""

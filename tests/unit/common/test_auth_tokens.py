@@ -138,13 +138,15 @@ def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
 
 def test_restrictions_are_read_as_triton_reads_them() -> None:
     flag = "--http-restricted-api"
-    found = parse_restrictions(flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"])
-    assert found == {
+    restrictions = parse_restrictions(
+        flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"]
+    )
+    assert restrictions == {
         "health": Restriction("admin-key", "a=b"),
         "model-repository": Restriction("admin-key", "a=b"),
         "trace": Restriction("K:x", "v,w"),
     }
-    assert decode_restrictions(encode_restrictions(found)) == found
+    assert decode_restrictions(encode_restrictions(restrictions)) == restrictions
     assert parse_restrictions(flag, []) == {}
     assert set(parse_restrictions(flag, [",".join(RESTRICTABLE) + ":k=v"])) == set(RESTRICTABLE)
 
@@ -185,8 +187,10 @@ def test_a_restricted_api_needs_its_header() -> None:
 
 
 def test_a_restricted_protocol_has_a_longer_header() -> None:
-    found = parse_restrictions("--grpc-restricted-protocol", ["trace:k=v"], GRPC_HEADER_PREFIX)
-    rules = Authorisation(None, found, "protocol")
+    restrictions = parse_restrictions(
+        "--grpc-restricted-protocol", ["trace:k=v"], GRPC_HEADER_PREFIX
+    )
+    rules = Authorisation(None, restrictions, "protocol")
     assert rules.authorise("trace", {"triton-grpc-protocol-k": "v"}) is None
     refused = rules.authorise("trace", {"k": "v"})
     assert refused is not None

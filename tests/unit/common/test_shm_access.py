@@ -127,11 +127,11 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
 def test_the_server_pays_until_the_object_is_gone() -> None:
     """R10: unregistering frees no pages and therefore no quota; removing the object does."""
     quota = RegionQuota(policy(sparse_byte_size=100))
-    with SharedObject(4096) as made:
-        status = os.fstat(made.fd)
+    with SharedObject(4096) as shared_object:
+        status = os.fstat(shared_object.fd)
         file = (status.st_dev, status.st_ino)
         quota.enter(1001, 80, file)
-        quota.charge(made.key, file, 80)
+        quota.charge(shared_object.key, file, 80)
         quota.refund(file, 20)
         with pytest.raises(InvalidArgument, match=r"60 of the 100 bytes .*posix_fallocate"):
             quota.charge("/other", (0, 1), 41)

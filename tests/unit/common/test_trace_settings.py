@@ -12,9 +12,9 @@ def test_flags_set_what_tritons_set() -> None:
     expected = TraceSettings(("TIMESTAMPS",), 6, 7, 8, "/t")
     assert parse_trace_config([*flags, "mode=triton", "triton,log-frequency=8"]) == expected
     flags = ["mode=opentelemetry", "opentelemetry,url=http://h/v1/traces", "level=TIMESTAMPS"]
-    made = parse_trace_config([*flags, "opentelemetry,resource=a=b"])
-    assert made.exporter == (("url", "http://h/v1/traces"), ("resource", "a=b"))
-    assert made.on
+    trace_config = parse_trace_config([*flags, "opentelemetry,resource=a=b"])
+    assert trace_config.exporter == (("url", "http://h/v1/traces"), ("resource", "a=b"))
+    assert trace_config.on
 
 
 @pytest.mark.parametrize(

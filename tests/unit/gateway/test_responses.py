@@ -103,6 +103,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
+    "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not a string"),
     "no text": (
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
         r"input\[0\]: the text 3 is not a string",

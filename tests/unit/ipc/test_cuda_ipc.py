@@ -58,9 +58,9 @@ class Recorder:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", made)
-    return made
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", recorder)
+    return recorder
 
 
 def test_open_and_close_are_done_in_the_devices_own_context(module: Recorder) -> None:

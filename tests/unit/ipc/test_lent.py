@@ -17,9 +17,9 @@ READER, OTHER = 7, 8
 
 @pytest.fixture
 def memory() -> Iterator[LentMemory]:
-    made = LentMemory(1 << 16)
-    yield made
-    made.close()
+    lent_memory = LentMemory(1 << 16)
+    yield lent_memory
+    lent_memory.close()
 
 
 def lent(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:

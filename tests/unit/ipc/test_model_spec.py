@@ -25,8 +25,8 @@ def _records(kind: Any) -> Iterator[type[Any]]:
 def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
     """Yield the paths of fields that a message of the schema does not have."""
     hints = typing.get_type_hints(cls)
-    for each in fields(cls):
-        path = each.metadata.get("path", each.name)
+    for field in fields(cls):
+        path = field.metadata.get("path", field.name)
         found: Any = message
         for name in path.split("."):
             if found is None or name not in found.fields_by_name:
@@ -36,7 +36,7 @@ def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
             if found is not None and found.GetOptions().map_entry:
                 found = found.fields_by_name["value"].message_type
         else:
-            for record in _records(hints[each.name]):
+            for record in _records(hints[field.name]):
                 if found is not None and record.__name__ != "ExecutionAccelerator":
                     yield from _unknown(record, found)
 

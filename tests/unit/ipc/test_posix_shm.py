@@ -21,8 +21,8 @@ KEY = f"/test-{os.getpid()}-posix"
 
 @pytest.fixture
 def sparse() -> Iterator[str]:
-    made = posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=1 << 20)
-    made.close_fd()
+    shared_memory = posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=1 << 20)
+    shared_memory.close_fd()
     yield KEY
     posix_ipc.unlink_shared_memory(KEY)
 

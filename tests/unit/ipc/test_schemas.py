@@ -59,9 +59,9 @@ def test_requests_of_one_kind_have_one_schema(
     first, second = drawn(), drawn()
     (schema, one), (equal, two) = pack_inference(first), pack_inference(second)
     assert schema == equal, "neither bytes nor places are in the schema"
-    known = RequestSchema(schema)
-    assert (known.inference(one), known.inference(two)) == (first, second)
-    assert known.count == len(one) == len(sizes) + 1
+    request_schema = RequestSchema(schema)
+    assert (request_schema.inference(one), request_schema.inference(two)) == (first, second)
+    assert request_schema.count == len(one) == len(sizes) + 1
 
 
 @given(SIZES, st.data())
@@ -73,8 +73,8 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
     first, second = drawn(), drawn()
     (schema, one), (equal, two) = pack_inferred(first), pack_inferred(second)
     assert schema == equal
-    known = ResponseSchema(schema)
-    assert (known.inferred(one), known.inferred(two)) == (first, second)
+    response_schema = ResponseSchema(schema)
+    assert (response_schema.inferred(one), response_schema.inferred(two)) == (first, second)
 
 
 @pytest.mark.parametrize(

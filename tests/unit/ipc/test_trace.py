@@ -128,11 +128,14 @@ def test_an_ensemble_has_steps() -> None:
 
 
 def test_tensors_travel_beside_the_spans() -> None:
-    given = TracedTensor("ab", True, "Y", "FP32", "1,2", "0.5,1")
-    found: list[TracedTensor] = []
+    traced_tensor = TracedTensor("ab", True, "Y", "FP32", "1,2", "0.5,1")
+    traced_tensors: list[TracedTensor] = []
     packed = span("ab", "").packed()
-    assert unpack_spans(packed + given.packed() + packed, found) == [span("ab", ""), span("ab", "")]
-    assert found == [given]
+    assert unpack_spans(packed + traced_tensor.packed() + packed, traced_tensors) == [
+        span("ab", ""),
+        span("ab", ""),
+    ]
+    assert traced_tensors == [traced_tensor]
     context = TraceContext.new(sampled=True, tensors=True)
     assert is_trace(context.message)
     assert TraceContext.of(context.child().message).tensors

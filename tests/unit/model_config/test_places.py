@@ -98,10 +98,10 @@ def test_whatever_is_wrong_the_place_is_in_the_text(
         validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete, source=source)
     except InvalidArgument as error:
         for line in error.message.splitlines():
-            found = re.match(r"f:((\d+:\d+): |(?! \d))", line)
-            assert found, line
-            if found[2]:
-                pointed(text + ".", found[2])  # also for a position at the very end of the text
+            match = re.match(r"f:((\d+:\d+): |(?! \d))", line)
+            assert match, line
+            if match[2]:
+                pointed(text + ".", match[2])  # also for a position at the very end of the text
 
 
 @pytest.mark.parametrize(

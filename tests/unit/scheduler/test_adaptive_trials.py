@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shmserve.scheduler.batchers.adaptive import Account, Moment, Sizes, Ways
+from shmserve.scheduler.batchers.adaptive import Account, Moment, Sizes, WaitingChoice
 from shmserve.scheduler.batchers.estimates import Load
 from tests.rigs.batching_simulation import MS
 
@@ -85,7 +85,7 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
 
 def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
     account = settled()
-    ways, other = Ways(account), 0
+    ways, other = WaitingChoice(account), 0
     for _ in range(20_000):
         late = 0 if ways.on else 4
         other += not ways.on

@@ -25,7 +25,7 @@ def line(pid: int, batch: inference.Execute, model: str = "m") -> str:
 
 
 def failures(made: Rig) -> list[str]:
-    return [each.message for each in made.answers() if isinstance(each, Failed)]
+    return [answer.message for answer in made.answers() if isinstance(answer, Failed)]
 
 
 def test_a_call_of_its_only_instance_fails_at_once() -> None:

@@ -49,7 +49,7 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     rig, peer = ready_rig()
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    assert [each.data[0] for each in batch.requests] == [b"w1"]
+    assert [request.data[0] for request in batch.requests] == [b"w1"]
     assert (batch.requests[0].client_pid, batch.live) == (7000, 2)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
@@ -96,7 +96,7 @@ def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok(keys[0]))
     assert rig.answers() == [
         m.Finished(first, b"done", [b"done"]),
@@ -545,7 +545,7 @@ def test_cancelling_an_executing_request_does_not_affect_other_requests() -> Non
     rig, peer = ready_rig({})
     first, second = rig.submit(2, timeout_ns=50 * MS)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.client(m.Cancel(first))
     assert rig.answers() == []
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
@@ -653,7 +653,7 @@ def test_a_cancelled_request_is_not_retried() -> None:
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
-    assert [each.data[0] for each in rig.execute()[1].requests] == [b"w3"]
+    assert [request.data[0] for request in rig.execute()[1].requests] == [b"w3"]
 
 
 # --- garbage --------------------------------------------------------------------------------------
@@ -673,7 +673,7 @@ def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    replies = spoil([ok(each.key) for each in batch.requests])
+    replies = spoil([ok(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
         failed(first, "INTERNAL", "internal error"),

@@ -125,7 +125,7 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
     rig, peer = ready_rig({}, decoupled=True)
     numbers = rig.submit(3)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no"))
     rig.respond(peer, keys[2], final=True)
     rig.respond(peer, keys[0], final=True)
@@ -136,7 +136,7 @@ def test_the_order_of_requests_is_not_preserved() -> None:
     rig, peer = ready_rig({"preserve_ordering": True}, decoupled=True)
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[1], final=True)
     rig.respond(peer, keys[0], final=True)
     assert [answer.id for answer in rig.answers()] == [second, first]
@@ -270,7 +270,7 @@ def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> N
     rig, peer = ready_rig({}, decoupled=True)
     ended, begun, silent = rig.submit(3)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[0], final=True)
     rig.respond(peer, keys[1])
     rig.supervisor(ProcessExited(100, "signal 9"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, Padding
-from shmserve.scheduler.batchers.dynamic import Batch, Batcher, Closed, WaitUntil, decide
+from shmserve.scheduler.batchers.dynamic import Batch, Batcher, CloseReason, WaitUntil, decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -43,25 +43,25 @@ def test_nothing_to_do_without_requests() -> None:
     ("units", "how", "expected"),
     [
         # Without a delay, the queued requests run at once.
-        ((1, 1, 1), rules(8), Batch(3, Closed.IDLE)),
-        ((8,), rules(8), Batch(1, Closed.FULL)),
-        ((4, 4, 1), rules(8), Batch(2, Closed.FULL)),
-        ((3, 6), rules(8), Batch(1, Closed.FULL)),
+        ((1, 1, 1), rules(8), Batch(3, CloseReason.IDLE)),
+        ((8,), rules(8), Batch(1, CloseReason.FULL)),
+        ((4, 4, 1), rules(8), Batch(2, CloseReason.FULL)),
+        ((3, 6), rules(8), Batch(1, CloseReason.FULL)),
         # A model that does not batch counts as one with a maximum of 1.
-        ((1, 1), rules(1), Batch(1, Closed.FULL)),
+        ((1, 1), rules(1), Batch(1, CloseReason.FULL)),
         # The batch has exactly the largest preferred size that the queue reaches.
-        ((1,) * 7, rules(8, (4, 6)), Batch(6, Closed.PREFERRED)),
-        ((1,) * 5, rules(8, (4, 6)), Batch(4, Closed.PREFERRED)),
-        ((1,), rules(8, (4, 6)), Batch(1, Closed.IDLE)),
+        ((1,) * 7, rules(8, (4, 6)), Batch(6, CloseReason.PREFERRED)),
+        ((1,) * 5, rules(8, (4, 6)), Batch(4, CloseReason.PREFERRED)),
+        ((1,), rules(8, (4, 6)), Batch(1, CloseReason.IDLE)),
         # The next request exceeds the largest preferred size: the queued requests run at once.
-        ((3, 4), rules(8, (6,), DELAY), Batch(1, Closed.PREFERRED)),
+        ((3, 4), rules(8, (6,), DELAY), Batch(1, CloseReason.PREFERRED)),
         # The first request alone exceeds the largest preferred size.
-        ((7,), rules(8, (4,), DELAY), Batch(1, Closed.PREFERRED)),
-        ((7, 1), rules(8, (4,), DELAY), Batch(1, Closed.PREFERRED)),
+        ((7,), rules(8, (4,), DELAY), Batch(1, CloseReason.PREFERRED)),
+        ((7, 1), rules(8, (4,), DELAY), Batch(1, CloseReason.PREFERRED)),
         # A preferred size that is also the maximum is a full batch.
-        ((4, 4), rules(8, (4, 8), DELAY), Batch(2, Closed.FULL)),
+        ((4, 4), rules(8, (4, 8), DELAY), Batch(2, CloseReason.FULL)),
         # The batch cannot grow, so it runs at once despite the delay.
-        ((5, 4), rules(8, (), DELAY), Batch(1, Closed.FULL)),
+        ((5, 4), rules(8, (), DELAY), Batch(1, CloseReason.FULL)),
     ],
 )
 def test_sizes(units: tuple[int, ...], how: Batching, expected: Batch) -> None:
@@ -71,8 +71,8 @@ def test_sizes(units: tuple[int, ...], how: Batching, expected: Batch) -> None:
 def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
     queue = items(*[1] * 7)
     first = decide(NOW, queue, rules(8, (4, 6)), 0)
-    assert first == Batch(6, Closed.PREFERRED)
-    assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, Closed.IDLE)
+    assert first == Batch(6, CloseReason.PREFERRED)
+    assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_the_delay_counts_from_the_oldest_request() -> None:
@@ -80,20 +80,20 @@ def test_the_delay_counts_from_the_oldest_request() -> None:
     how = rules(8, (), DELAY)
     assert decide(NOW, queue, how, 0) == WaitUntil(NOW + 30_000)
     assert decide(NOW + 29_999, queue, how, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 30_000, queue, how, 0) == Batch(3, Closed.DELAY)
+    assert decide(NOW + 30_000, queue, how, 0) == Batch(3, CloseReason.DELAY)
 
 
 def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
     queue = [Item(enqueued_ns=NOW - DELAY) for _ in range(5)]
-    assert decide(NOW - 1, queue, rules(8, (4,), DELAY), 0) == Batch(4, Closed.PREFERRED)
-    assert decide(NOW, queue, rules(8, (4,), DELAY), 0) == Batch(5, Closed.DELAY)
+    assert decide(NOW - 1, queue, rules(8, (4,), DELAY), 0) == Batch(4, CloseReason.PREFERRED)
+    assert decide(NOW, queue, rules(8, (4,), DELAY), 0) == Batch(5, CloseReason.DELAY)
 
 
 def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> None:
     queue = [Item(shape_key=b"a"), Item(shape_key=b"a"), Item(shape_key=b"b"), Item(shape_key=b"a")]
     how = rules(8, (), DELAY)
-    assert decide(NOW, queue, how, 0) == Batch(2, Closed.SHAPE)
-    assert decide(NOW, queue[2:], how, 0) == Batch(1, Closed.SHAPE)
+    assert decide(NOW, queue, how, 0) == Batch(2, CloseReason.SHAPE)
+    assert decide(NOW, queue[2:], how, 0) == Batch(1, CloseReason.SHAPE)
     assert decide(NOW, queue[3:], how, 0) == WaitUntil(NOW + DELAY)
 
 
@@ -123,7 +123,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
         after = queued[decision.count]
         fits = total + after.units <= most
         assert not fits or not batch.may_join(after.shape_key, after.units) or total == most
-        assert (decision.reason is Closed.SHAPE) == (fits and total < most)
+        assert (decision.reason is CloseReason.SHAPE) == (fits and total < most)
     ((elements, waste),) = batch.elements().values()
     assert waste <= most_waste * elements + 1e-9 or decision.count == 1
 
@@ -132,7 +132,7 @@ def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
     queue = [Item(), Item(flush_by_ns=NOW + 60_000)]
     how = rules(8, (), DELAY)
     assert decide(NOW, queue, how, 20_000) == WaitUntil(NOW + 40_000)
-    assert decide(NOW + 40_000, queue, how, 20_000) == Batch(2, Closed.DEADLINE)
+    assert decide(NOW + 40_000, queue, how, 20_000) == Batch(2, CloseReason.DEADLINE)
     far = [Item(flush_by_ns=NOW + 60 * DELAY)]
     assert decide(NOW, far, how, 20_000) == WaitUntil(NOW + DELAY)
 
@@ -186,26 +186,26 @@ def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batch
     assert 1 <= count <= limit
     assert fits(queue, count, how)
     match decision.reason:
-        case Closed.FULL:
+        case CloseReason.FULL:
             assert total == how.max_batch_size or (
                 after is not None and total + after.units > how.max_batch_size
             )
-        case Closed.SHAPE:
+        case CloseReason.SHAPE:
             assert after is not None and after.shape_key != queue[0].shape_key
             assert count == limit
-        case Closed.PREFERRED:
+        case CloseReason.PREFERRED:
             assert not waited_enough
             assert total in how.preferred or (
                 after is None or total + after.units > max(how.preferred)
             )
-        case Closed.DELAY:
+        case CloseReason.DELAY:
             assert waited_enough and count == limit
-        case Closed.IDLE:
+        case CloseReason.IDLE:
             assert how.delay_ns == 0 and count == len(queue)
-        case Closed.DEADLINE:
+        case CloseReason.DEADLINE:
             assert min(item.flush_by_ns for item in queue[:count]) - reserve <= NOW
             assert how.delay_ns > 0 and count == len(queue)
-        case Closed.RETRY:
+        case CloseReason.RETRY:
             pytest.fail("the batcher knows no retries")
 
 
@@ -243,4 +243,4 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
 
 
 def test_the_default_scheduler_runs_one_request_after_another() -> None:
-    assert Batcher().decide(0, items(1, 2), 0) == Batch(1, Closed.IDLE)
+    assert Batcher().decide(0, items(1, 2), 0) == Batch(1, CloseReason.IDLE)

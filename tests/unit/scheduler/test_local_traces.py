@@ -16,7 +16,7 @@ PEER = b"900.1.x"
 CALLER = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
 
 
-class Told(list[Any]):
+class FakeControlLink(list[Any]):
     """A fake control link."""
 
     malformed = 0
@@ -25,12 +25,12 @@ class Told(list[Any]):
         self.append(message)
 
 
-def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, Told]:
-    told = Told()
-    made = LocalTraces("m", "1", told)
+def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, FakeControlLink]:
+    told = FakeControlLink()
+    local_traces = LocalTraces("m", "1", told)
     given = {"": asdict(TraceSettings(**settings))}
-    made.use(SetTracing(given, slow_ms))
-    return made, told
+    local_traces.use(SetTracing(given, slow_ms))
+    return local_traces, told
 
 
 def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
 from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
@@ -18,7 +18,7 @@ def pool() -> Pool:
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     client = Client[ScheduledRequest](b"77.ab", print)
     request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, DONE)
-    return Execution(number, [request], Closed.IDLE, started_ns, started_ns)
+    return Execution(number, [request], CloseReason.IDLE, started_ns, started_ns)
 
 
 def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:

@@ -54,7 +54,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     rig.pass_time(5 * MS)
     rig.finish(peer, batch)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.pass_time(MS)
     rig.finish(peer, batch, ok(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok(keys[2]))
     report = rig.report()
@@ -103,7 +103,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
     for number, batch in enumerate(batches):
         start = began + number * 10_000
         times = (start, start + 1_000, start + 8_000, start + 10_000)
-        replies = [ok(each.key) for each in batch.requests]
+        replies = [ok(request.key) for request in batch.requests]
         rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
     stats = rig.report()["inference_stats"]
     assert stats["compute_input"]["ns"] == 50 + 3 * 1_000

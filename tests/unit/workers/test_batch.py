@@ -172,8 +172,8 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
         return echo(requests)
 
     worker.serve(FunctionBackend(worker.context, look), one_tensor())
-    wanted = RequestedOutput("Y", region.memory_range(20 * MIB, 16 * MIB))
-    request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[wanted])
+    requested_output = RequestedOutput("Y", region.memory_range(20 * MIB, 16 * MIB))
+    request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[requested_output])
     tracemalloc.start()
     (reply,) = worker.batch(request)
     _, peak = tracemalloc.get_traced_memory()
@@ -183,7 +183,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     assert address(seen[0]) == address(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
-    assert reply.answer.outputs[0].data == wanted.memory_range
+    assert reply.answer.outputs[0].data == requested_output.memory_range
     assert worker.context.arena.used == 0
 
 
@@ -268,10 +268,10 @@ def test_an_input_that_is_returned_stays_where_it_is(
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
     given = region.write(0, data)
-    wanted = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), allowed)
+    requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), allowed)
     for expected in (data, data[: MIB // 2], data, data + 1):
         returned = allowed and expected is data
-        (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[wanted]))
+        (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[requested_output]))
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -327,10 +327,10 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     before = region.read(0, 64)
-    wanted = RequestedOutput("Y", region.memory_range(0, 15))
+    requested_output = RequestedOutput("Y", region.memory_range(0, 15))
     data = np.ones((1, 4), F32)
     short, good = worker.batch(
-        inference(tensor("X", data), outputs=[wanted]), inference(tensor("X", data))
+        inference(tensor("X", data), outputs=[requested_output]), inference(tensor("X", data))
     )
     assert (short.code, short.message) == (
         "INTERNAL",
@@ -427,8 +427,8 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
-        wanted = RequestedOutput("Y", region.memory_range(0, 0))
-        for outputs in ((), [wanted]):
+        requested_output = RequestedOutput("Y", region.memory_range(0, 0))
+        for outputs in ((), [requested_output]):
             (reply,) = worker.batch(inference(tensor("X", data), outputs=outputs))
             assert reply.answer is not None, reply.message
             assert reply.answer.outputs[0].shape == shape

@@ -40,18 +40,18 @@ def rigged(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def others(rigged: Rig, tmp_path: Path) -> Iterator[CalledModels]:
-    made = CalledModels(tmp_path, rigged.supervisor)
+    called_models = CalledModels(tmp_path, rigged.supervisor)
     rigged.context.control.send(WorkerStarted(1))
-    made.supervisor.next(WorkerStarted)  # type: ignore[type-var]
-    yield made
-    made.close()
+    called_models.supervisor.next(WorkerStarted)  # type: ignore[type-var]
+    yield called_models
+    called_models.close()
 
 
 @pytest.fixture
 def calls(rigged: Rig) -> Iterator[CallRouter]:
-    made = CallRouter(rigged.context.control, 64 * MIB)
-    yield made
-    made.close()
+    call_router = CallRouter(rigged.context.control, 64 * MIB)
+    yield call_router
+    call_router.close()
 
 
 def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -> CallRequest:

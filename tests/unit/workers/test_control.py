@@ -62,8 +62,8 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, 
     The waiting loop must still wake up.
     """
     control, router = ends
-    heard: list[Losses] = []
-    control.follow_models(heard.append)
+    losseses: list[Losses] = []
+    control.follow_models(losseses.append)
     news = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
@@ -73,7 +73,7 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, 
         router.post(NAME, message)
     router.flush()
     asking.join()
-    assert heard == [news]
+    assert losseses == [news]
     control.wait()
     assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 

@@ -193,7 +193,7 @@ def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> Non
         """
     )
     model.begin(0)
-    assert [each[0] for each in model.responses(1)[:-1]] == [0, 1, 2]
+    assert [response[0] for response in model.responses(1)[:-1]] == [0, 1, 2]
     arena = model.rig.context.arena
     assert arena.used >= 3 * 40_000
     offsets = [

@@ -67,10 +67,12 @@ def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Replace the device of torch backends by a fake device."""
-    made = FakeDevice()
+    fake_device = FakeDevice()
     for backend in ("native", "pytorch"):
-        monkeypatch.setattr(f"shmserve.workers.backends.{backend}.open_device", lambda name: made)
-    return made
+        monkeypatch.setattr(
+            f"shmserve.workers.backends.{backend}.open_device", lambda name: fake_device
+        )
+    return fake_device
 
 
 def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> Rig:

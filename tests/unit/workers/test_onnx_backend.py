@@ -96,9 +96,9 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
     serve(worker)
     a = np.arange(LARGE, dtype=F32)[None]
     region = Region(a.nbytes)
-    wanted = RequestedOutput("s", region.memory_range(0, a.nbytes))
+    requested_output = RequestedOutput("s", region.memory_range(0, a.nbytes))
     inputs = (tensor("a", a), tensor("b", a))
-    (reply,) = worker.batch(inference(*inputs, outputs=[wanted]))
+    (reply,) = worker.batch(inference(*inputs, outputs=[requested_output]))
     assert reply.code == ""
     assert region.read(0, a.nbytes) == (a + a).tobytes()
     assert worker.finished.copied_out == 0

@@ -627,10 +627,10 @@ def test_no_metric_like_that(kind: str, arguments: dict[str, Any], text: str) ->
 def test_no_family_like_that() -> None:
     with pytest.raises(TritonModelException, match="Invalid metric name"):
         pb_utils.MetricFamily("a b", "", pb_utils.MetricFamily.GAUGE)
-    held = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
+    metric_family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
     with pytest.raises(TritonModelException, match="already exists with different type"):
         pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
-    del held
+    del metric_family
     pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
     kind: Any
     for kind in (5, "COUNTER", None, 0):

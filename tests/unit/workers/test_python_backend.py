@@ -111,11 +111,11 @@ def region() -> Iterator[Region]:
 
 @pytest.fixture
 def others(model: Model, tmp_path: Path) -> Iterator[CalledModels]:
-    made = CalledModels(tmp_path, model.rig.supervisor)
+    called_models = CalledModels(tmp_path, model.rig.supervisor)
     model.rig.context.control.send(WorkerStarted(1))
-    made.supervisor.next(WorkerStarted)  # type: ignore[type-var]
-    yield made
-    made.close()
+    called_models.supervisor.next(WorkerStarted)  # type: ignore[type-var]
+    yield called_models
+    called_models.close()
 
 
 def failed(text: str) -> str:

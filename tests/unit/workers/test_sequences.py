@@ -107,13 +107,13 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
     source = config(
         control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
     )
-    given = ModelSpec.of(source)
-    seen = as_model_sees(given)
+    model_spec = ModelSpec.of(source)
+    seen = as_model_sees(model_spec)
     assert [each.name for each in seen.input] == ["X", "START", "I", "J"]
     assert [each.name for each in seen.output] == ["Y", "O"]
     assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
     assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
-    assert made_here(given) == {"START", "I", "O", "J", "Y"}
+    assert made_here(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -133,8 +133,10 @@ class Model:
         batched: bool = True,
         copies: bool = True,
     ) -> None:
-        made = sequence_inputs.read_states(ModelSpec.of(config(batched, state=list(specs))), folder)
-        self.states = sequence_inputs.States(made, copies)
+        states = sequence_inputs.read_states(
+            ModelSpec.of(config(batched, state=list(specs))), folder
+        )
+        self.states = sequence_inputs.States(states, copies)
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:
         packed = pack_inference(Inference(()))
@@ -195,7 +197,10 @@ def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model.lend(0, START)
     assert model.give(answer, out(5)).outputs == [answer]
     model.lend()
-    assert [each.name for each in model.give(answer, out(6), returned=("O",)).outputs] == ["Y", "O"]
+    assert [output.name for output in model.give(answer, out(6), returned=("O",)).outputs] == [
+        "Y",
+        "O",
+    ]
     assert model.value() == [[6.0]]
 
 

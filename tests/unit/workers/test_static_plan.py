@@ -213,8 +213,8 @@ class Recorded(PytorchBackend):
         self.fake = recorder
 
     def _recorder(self) -> Recorder | None:
-        made: Recorder = self.fake
-        return made
+        recorder: Recorder = self.fake
+        return recorder
 
 
 GRAPHS: dict[str, Any] = {"optimization": {"cuda": {"graphs": True}}}

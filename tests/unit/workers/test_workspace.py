@@ -58,11 +58,11 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     device_memory = cuda.device_memory()
     mappings = Mappings(device_memory.open)
     workspace = Workspace(control, mappings, "cuda:0", device_memory.synchronize)
-    made = OnDevice(cuda, exported, workspace, mappings)
+    on_device = OnDevice(cuda, exported, workspace, mappings)
     ended = threading.Event()
-    thread = threading.Thread(target=supervise, args=(router, made, memory, ended))
+    thread = threading.Thread(target=supervise, args=(router, on_device, memory, ended))
     thread.start()
-    yield made
+    yield on_device
     ended.set()
     thread.join()
     mappings.drop_all()

@@ -166,9 +166,9 @@ class LlmBackend(Backend):
 
     def _settings(self, config: ModelSpec) -> EngineSettings:
         """Return the settings of the configuration or of engine.yaml, completed from the model."""
-        given = config.parameters.get(PARAMETER)
+        parameter = config.parameters.get(PARAMETER)
         folder = self.context.model_dir
-        settings = EngineSettings.read(given) if given else engine_file.read(folder)
+        settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
         calls, reasoning = parsers_of(self._checkpoint().templates.values())
         settings = replace(
             settings,

@@ -188,7 +188,9 @@ class SampleText:
 
 
 def _likelihood(sample: SampleText) -> float:
-    return sum(each.logprobs.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
+    return sum(logprob.logprobs.logprob for logprob in sample.logprobs) / max(
+        len(sample.logprobs), 1
+    )
 
 
 class TextResponse:

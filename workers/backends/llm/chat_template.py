@@ -205,6 +205,12 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     and it is no result of a tool. A text is a part if the template only takes parts.
     """
     message = {name: value for name, value in received.items() if value is not None}
+    for name in ("role", "name", "tool_call_id", *_REASONING):
+        if not isinstance(message.get(name), str | None):
+            raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
+    if not isinstance(message.get("content"), str | list | None):
+        found = clip(repr(message["content"]))
+        raise InvalidArgument(f"messages: content {found} is not a string or a list of parts")
     if message["role"] == "developer" and not template.developer:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING if name in message), None)
@@ -214,7 +220,7 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     if not isinstance(calls, list | None):
         raise InvalidArgument(f"messages: tool_calls {clip(repr(calls))} is not a list")
     if calls:
-        message["tool_calls"] = [_call(each) for each in calls]
+        message["tool_calls"] = [_call(call) for call in calls]
     only_parts = template.iterates and not template.distinguishes
     if not (calls and template.checks):
         message.setdefault("content", [] if only_parts else "")
@@ -244,6 +250,8 @@ def _call(call: Any) -> Any:
             "name"
         )
     arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        raise InvalidArgument(f"messages: the arguments {clip(repr(arguments))} are not a string")
     if not function or not isinstance(arguments, str | None):
         return call
     with contextlib.suppress(ValueError):

@@ -195,7 +195,7 @@ def parse(
     if values.get("use_beam_search"):
         problems += _with_beams({**_named(request), **grammars})
     if problems:
-        named = (each.partition(": ") for each in problems)
+        named = (problem.partition(": ") for problem in problems)
         raise InvalidArgument(
             "; ".join(f"{shown.get(name, name)}: {text}" for name, _, text in named)
         )
@@ -318,7 +318,7 @@ def _decoded(value: Any, allowed: str) -> Any:
 def _stop(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a string or a list of up to {_MOST_STOPS} strings, none of them empty"
     stops = [value] if isinstance(value, str) else value
-    texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
+    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
     if not texts or len(stops) > _MOST_STOPS:
         raise ValueError(allowed)
     return {name: tuple(stops)}
@@ -342,7 +342,7 @@ def _bad_words(name: str, value: Any) -> dict[str, Any]:
 def _tokens(name: str, value: Any) -> dict[str, Any]:
     allowed = "a list of tokens (integers)"
     tokens = _decoded(value, allowed)
-    listed = isinstance(tokens, list) and all(type(each) is int for each in tokens)
+    listed = isinstance(tokens, list) and all(type(token) is int for token in tokens)
     if not listed or (name == "allowed_token_ids" and not tokens):
         raise ValueError(allowed + (", not empty" if listed else ""))
     return {name: tuple(tokens)}
@@ -406,11 +406,14 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
         raise ValueError(allowed + f", and of the options {', '.join(_OPTIONS)}")
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
+    for key in ("disable_any_whitespace", "disable_fallback"):
+        if not isinstance(members.get(key), bool | None):
+            raise ValueError(f"{allowed}; {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
     if enabled.get("whitespace_pattern"):
-        options["whitespace_pattern"] = enabled["whitespace_pattern"]
+        options |= _text("whitespace_pattern", enabled["whitespace_pattern"])
     if options and grammar[0] == "json_schema":
         grammar = _spaced(grammar[1], options)
     return {"grammar": grammar}
@@ -464,10 +467,12 @@ _regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 def _choice(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a list of 1 to {_MOST_CHOICES} strings, none of them empty"
     choices = _decoded(value, allowed)
-    texts = isinstance(choices, list) and all(isinstance(each, str) and each for each in choices)
+    texts = isinstance(choices, list) and all(
+        isinstance(choice, str) and choice for choice in choices
+    )
     if not texts or not 0 < len(choices) <= _MOST_CHOICES:
         raise ValueError(allowed)
-    quoted = (json.dumps(each, ensure_ascii=False) for each in choices)
+    quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 
 

@@ -231,7 +231,7 @@ class PromptReader:
         """Set the grammar of a prompt, which may take seconds without the GIL.
 
         Raises:
-            InvalidArgument: It is no grammar, or one that allows no text.
+            InvalidArgument: The grammar is invalid, or allows no text.
         """
         parameters = prompt.parameters
         grammar = parameters.grammar, prompt.frame, parameters.grammar_name

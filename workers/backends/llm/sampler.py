@@ -201,11 +201,11 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
 def _least(scaled: torch.Tensor, settings: Sequence[GenerationParameters]) -> torch.Tensor | None:
     """Return the least logit of each row that may be sampled, or None for no limit."""
     least = None
-    if any(each.top_k or each.top_p < 1 for each in settings):
-        most = max(each.top_k for each in settings)
+    if any(setting.top_k or setting.top_p < 1 for setting in settings):
+        most = max(setting.top_k for setting in settings)
         least = _nucleus(scaled, settings, max(_FIRST_LOOK, most))
-    if any(each.min_p for each in settings):
-        shares = torch.tensor([each.min_p for each in settings], device=scaled.device)
+    if any(setting.min_p for setting in settings):
+        shares = torch.tensor([setting.min_p for setting in settings], device=scaled.device)
         floor = scaled.amax(-1) + shares.log()
         least = floor if least is None else torch.maximum(least, floor)
     return least
@@ -266,7 +266,7 @@ def verify(
     These tokens are the accepted part of the proposal, and one more token.
     """
     drawn, _ = sample(logits, rows)
-    target = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
+    target = distribution(logits, rows) if any(check.proposal.chances for check in checks) else None
     accepted_tokens: list[list[int]] = []
     for first, proposal in checks:
         own = drawn[first : first + len(proposal.tokens) + 1]
@@ -315,7 +315,7 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     return [
         TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
         for token, value, ids, values, rank in zip(
-            tokens, *(each.tolist() for each in columns), strict=True
+            tokens, *(column.tolist() for column in columns), strict=True
         )
     ]
 

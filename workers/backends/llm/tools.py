@@ -132,7 +132,8 @@ _LIMIT = (lambda value: isinstance(value, int | float), "a number")  # draft 4 h
 _SIZE = (_is_size, "an integer from 0")
 _STRING = (lambda value: isinstance(value, str), "a string")
 _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# The values of keys without schemas in them, as a predicate and in words.
+# The schema keywords whose values contain no schema: a predicate for valid values, and a
+# description of them.
 _KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one or several of {', '.join(sorted(_TYPES))}"),
     "required": (_are_texts, "a list of strings"),

@@ -161,7 +161,12 @@ def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
 def _result(
     model: type, predict: Callable[..., Any], hints: dict[str, Any]
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
-    """Return the outputs, the function that names those of a result, and if results are many."""
+    """Return the declared outputs of a `predict` function.
+
+    Returns:
+        The outputs by name, a function that maps a returned value to them, and whether there may
+        be several responses.
+    """
     if "return" not in hints:
         raise InvalidArgument(f"'{model.__name__}.predict' has no return annotation: {_HOW}")
     result = hints["return"]
@@ -337,7 +342,7 @@ def instance_groups(model: type) -> list[dict[str, Any]]:
 
 
 def warn_of_misspelt(model: type, at: Where) -> None:
-    """Log attributes without a meaning whose name is close to a known one."""
+    """Log a warning for unknown attributes whose name resembles a known one."""
     for base in model.__mro__:
         own = vars(base) if base.__module__ == model.__module__ else {}
         for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:

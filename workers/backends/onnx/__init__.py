@@ -343,7 +343,7 @@ class OnnxBackend(Backend):
         signature = Signature(as_model_sees(config), self.context.version)
         ragged = Ragged(config)
         of_batches = (*config.batch_input, *config.batch_output)
-        generated = {name for each in of_batches for name in each.target_name}
+        generated = {name for of_batch in of_batches for name in of_batch.target_name}
         check(signature, description, generated)
         self._signature = signature
         self._scalars = {
@@ -399,10 +399,10 @@ def _in_words(path: Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = _ERROR.search(str(error))
-        if found is None:
+        match = _ERROR.search(str(error))
+        if match is None:
             raise
-        text = found[2].strip()
+        text = match[2].strip()
         if path is not None:
             text = text.replace(str(path), path.name)
-        raise OnnxRuntimeError(f"onnx runtime error {found[1]}: {text}") from None
+        raise OnnxRuntimeError(f"onnx runtime error {match[1]}: {text}") from None

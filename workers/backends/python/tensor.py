@@ -74,18 +74,18 @@ class Lender:
         if not self._loans:
             return
         loans, self._loans = self._loans, {}
-        kept: list[Input] = []
+        inputs: list[Input] = []
         changed = False
         for source in loans:
             original = loans[source]
             if _references(source, responses) > _ALONE:
-                kept.append(source)
+                inputs.append(source)
             elif original is not None and not changed:
                 changed = _changed(source, original)
-        if kept or changed:
+        if inputs or changed:
             self._trials_left = 0
             if not self._copying:
-                self._own(kept)
+                self._own(inputs)
             self._copying = True
         elif self._trials_left:
             self._trials_left -= 1

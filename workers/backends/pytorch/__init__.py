@@ -66,7 +66,7 @@ from shmserve.workers.user_code import in_words
 logger = logging.getLogger(__name__)
 
 _FILES = ("model.pt", "model.pt2", "model.py")
-# The texts that Triton accepts.
+# The texts of boolean parameters that Triton accepts.
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 

@@ -149,9 +149,9 @@ class Parser:
 
         request = self._request
         if stream:
-            found = self._parser.parse_delta(text, tokens, request, prompt, finished=ended)
-            content, reasoning = (found.content, found.reasoning) if found else (None, None)
-            tool_calls = found.tool_calls if found else ()
+            delta = self._parser.parse_delta(text, tokens, request, prompt, finished=ended)
+            content, reasoning = (delta.content, delta.reasoning) if delta else (None, None)
+            tool_calls = delta.tool_calls if delta else ()
             calls = [(each.index, each.id, each.function) for each in tool_calls]
         else:
             self._parser.set_prompt_token_ids(prompt)
@@ -308,8 +308,10 @@ class VllmEngine:
         if task == "detokenize" and "input_ids" in inputs:
             tokens = inputs["input_ids"].tolist()
             self._engine.renderer.validate_token_ids(tokens, parameter="tokens")
-            made = protocol.DetokenizeRequest(tokens=tokens).build_tok_params(self._config)
-            reply = await render.renderer.tokenize_prompt_async({"prompt_token_ids": tokens}, made)
+            tok_params = protocol.DetokenizeRequest(tokens=tokens).build_tok_params(self._config)
+            reply = await render.renderer.tokenize_prompt_async(
+                {"prompt_token_ids": tokens}, tok_params
+            )
             return {"text_output": [reply["prompt"].encode()]}
         if task == "tokenize" and "messages" in inputs:
             told = json.loads(inputs["messages"])

@@ -151,6 +151,8 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
     kind = item.get("type", "message")
+    if kind == "message" and type(item.get("role")) is not str:
+        raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
     if kind == "function_call_output":
         output = _content(item.get("output"), f"{position}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})

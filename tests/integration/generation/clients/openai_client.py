@@ -37,16 +37,20 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     (streamed,) = final.choices[0].message.tool_calls or []
     assert streamed.function.arguments == call.function.arguments
 
-    for choosing in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    other: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    for choosing in ("required", named, allowed):
         forced = client.chat.completions.create(
             model="direct",
             messages=messages[:1],
-            tools=[TOOL],
+            tools=[TOOL] if choosing == "required" else [other, TOOL],
             tool_choice=choosing,
             parallel_tool_calls=False,
         )
         (made,) = forced.choices[0].message.tool_calls or []
-        assert made.type == "function" and json.loads(made.function.arguments).keys() == {"city"}
+        assert made.type == "function" and made.function.name == "get_weather"
+        assert json.loads(made.function.arguments).keys() == {"city"}
 
     response = client.responses.create(
         model="scripted", instructions="Be brief.", input="Weather?", tools=[FLAT]
@@ -59,6 +63,12 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     history: Any = [{"role": "user", "content": "Weather?"}, *response.output, result]
     second = client.responses.create(model="scripted", input=history, tools=[FLAT])
     assert second.output_text == "It is sunny.", second
+
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{**FLAT}]}
+    only = client.responses.create(
+        model="direct", input="Weather?", tools=[FLAT], tool_choice=flat, parallel_tool_calls=False
+    )
+    assert only.output[-1].type == "function_call", only
 
     with client.responses.stream(model="scripted", input="Weather?", tools=[FLAT]) as events:
         kinds = [event.type for event in events]

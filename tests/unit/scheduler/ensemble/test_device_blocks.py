@@ -45,8 +45,8 @@ def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
 
 def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, memory_range: Range) -> None:
     """Complete a step whose output was written to the requested memory range."""
-    made = TensorRef("Y", "FP32", (SIZE,), memory_range)
-    rig.from_step(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))
+    tensor_ref = TensorRef("Y", "FP32", (SIZE,), memory_range)
+    rig.from_step(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((tensor_ref,)))))
 
 
 def rig_of(*models: dict[str, Any], exporting: Exporting | None = None) -> EnsembleRig:

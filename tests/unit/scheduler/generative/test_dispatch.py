@@ -346,7 +346,7 @@ def test_results_of_another_step_end_the_worker() -> None:
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
     kills = rig.to_supervisor(KillInstance)
-    assert [each.process for each in kills] == [100]
+    assert [kill.process for kill in kills] == [100]
 
 
 def test_a_drain_waits_for_running_generations() -> None:

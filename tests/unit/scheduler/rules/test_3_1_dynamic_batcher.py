@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.dynamic import CloseReason
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 from tests.support.texts import EXPIRED
 
@@ -69,14 +69,14 @@ def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
     assert sizes(rig, peer) == [2, 1]
     rig.pass_time(MS)
     assert sizes(rig, peer) == [1]
-    assert closed(rig) == {Closed.SHAPE: 2, Closed.DELAY: 1}
+    assert closed(rig) == {CloseReason.SHAPE: 2, CloseReason.DELAY: 1}
 
 
 def test_beyond_the_largest_preferred_size_any_size_counts_as_preferred() -> None:
     """Rule 3.1.3: 3 and 4 with a preferred 6 run as 3, immediately."""
     rig = Rig({**DELAY, "preferred_batch_size": [6]})
     assert sizes(rig, queue(rig, 3, 4)) == [1]
-    assert closed(rig) == {Closed.PREFERRED: 1}
+    assert closed(rig) == {CloseReason.PREFERRED: 1}
 
 
 def test_the_largest_preferred_size_reached_is_taken() -> None:
@@ -89,7 +89,7 @@ def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
     """Rule 3.1.4: 7 queued with preferred 4 and 6, without a delay, run as 6 and 1."""
     rig = Rig({"preferred_batch_size": [4, 6]})
     assert sizes(rig, queue(rig, *[1] * 7)) == [6, 1]
-    assert closed(rig) == {Closed.PREFERRED: 1, Closed.IDLE: 1}
+    assert closed(rig) == {CloseReason.PREFERRED: 1, CloseReason.IDLE: 1}
 
 
 def test_when_the_delay_is_over_everything_runs_even_past_a_preferred_size() -> None:
@@ -98,14 +98,14 @@ def test_when_the_delay_is_over_everything_runs_even_past_a_preferred_size() -> 
     rig.submit(5)
     rig.pass_time(MS)
     assert sizes(rig, rig.start()) == [5]
-    assert closed(rig) == {Closed.DELAY: 1}
+    assert closed(rig) == {CloseReason.DELAY: 1}
 
 
 def test_without_a_delay_queued_requests_run_at_once() -> None:
     """Rule 3.1.6."""
     rig = Rig({"preferred_batch_size": [4]})
     assert sizes(rig, queue(rig, 1, 1)) == [2]
-    assert closed(rig) == {Closed.IDLE: 1}
+    assert closed(rig) == {CloseReason.IDLE: 1}
 
 
 def test_the_delay_counts_from_the_oldest_that_waits() -> None:
@@ -213,7 +213,7 @@ def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
     order = []
     while executes := rig.executes():
         ((_, batch),) = executes
-        order += [each.data[0] for each in batch.requests]
+        order += [request.data[0] for request in batch.requests]
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
     assert order == [b"w1", b"w2", b"w3", b"w4"]
@@ -226,6 +226,6 @@ def test_requests_are_numbered_as_they_come() -> None:
     works = []
     while executes := rig.executes():
         for _, batch in executes:
-            works += [each.data[0] for each in batch.requests]
+            works += [request.data[0] for request in batch.requests]
             rig.finish(peer, batch)
     assert works == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]

@@ -21,7 +21,7 @@ def order(rig: Rig, peer: bytes) -> list[list[int]]:
     batches: list[list[int]] = []
     while executes := rig.executes():
         for _, batch in executes:
-            batches.append([int(each.data[0][1:]) for each in batch.requests])
+            batches.append([int(request.data[0][1:]) for request in batch.requests])
             rig.finish(peer, batch)
     return batches
 

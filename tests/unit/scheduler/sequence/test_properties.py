@@ -47,7 +47,7 @@ class Watched(SequenceRig):
 
     def check(self, peer: bytes, batch: m.Execute) -> None:
         real = [row for row in batch.rows if row.key]
-        assert [row.key for row in real] == [each.key for each in batch.requests]
+        assert [row.key for row in real] == [request.key for request in batch.requests]
         assert real and len(real) <= ROWS
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
         for row in real:

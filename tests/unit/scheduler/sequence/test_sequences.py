@@ -397,7 +397,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     rig.done()
     for sequence in range(2, 16_384 + 4):
         rig.scheduler.from_client(b"7009.ab", submitted(sequence), rig.now)
-    refusals = [each for each in rig.answers() if isinstance(each, m.Failed)]
+    refusals = [answer for answer in rig.answers() if isinstance(answer, m.Failed)]
     assert len(refusals) == 1 and refusals[0].retry_after_s
     assert refusals[0].message == (
         "16384 sequences of this client wait for a slot of model 'm', and no more are allowed"
@@ -468,7 +468,7 @@ def test_3_5_iterative_and_decoupled() -> None:
     assert rig.rows()[0].flags == 0
     rig.respond(peer, key, final=True)
     rig.returned(peer, rig._running.pop(peer))
-    kinds = [(type(each).__name__, each.final) for each in rig.answers()]
+    kinds = [(type(answer).__name__, answer.final) for answer in rig.answers()]
     assert kinds == [("Responded", False), ("Responded", True)]
     assert number and rig.scheduler.live == 0
     rig.request(0)

@@ -102,8 +102,10 @@ class Rope:
         numbers, half = self.numbers, size // 2
         rotations = (numbers.get("beta_fast") or 32.0, numbers.get("beta_slow") or 1.0)
         low, high = (
-            size * math.log(numbers[_TRAINED] / (each * 2 * math.pi)) / (2 * math.log(self.theta))
-            for each in rotations
+            size
+            * math.log(numbers[_TRAINED] / (rotation * 2 * math.pi))
+            / (2 * math.log(self.theta))
+            for rotation in rotations
         )
         if numbers.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)

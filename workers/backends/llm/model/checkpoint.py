@@ -140,7 +140,7 @@ class Checkpoint:
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
         ends += _token_ids(eos)
         # The model never generates the tokens that it lacks.
-        ends = tuple(dict.fromkeys(each for each in ends if each < architecture.vocabulary))
+        ends = tuple(dict.fromkeys(end for end in ends if end < architecture.vocabulary))
         _warn(defaults)
         parts = architecture, tokenizer, stored, quantisation
         return cls(*parts, ends, -1 if eos is None else eos, defaults, templates, special)

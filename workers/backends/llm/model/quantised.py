@@ -261,7 +261,7 @@ def _required(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _steps(config: Mapping[str, Any]) -> Iterator[int]:
-    for part in [config, *(each.get("weights") or {} for each in _sections(config)[1:])]:
+    for part in [config, *(section.get("weights") or {} for section in _sections(config)[1:])]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
             value = part.get(field)
             for step in value if isinstance(value, list) else [value]:

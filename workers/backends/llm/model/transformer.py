@@ -398,14 +398,14 @@ def without(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Rang
 
 def _private_memory() -> list[Range]:
     """Return the address ranges of this process that are not mapped from a file."""
-    found: list[Range] = []
+    ranges: list[Range] = []
     if _SIZE.exists():
         for line in _MAPPED.read_text(encoding="utf-8", errors="replace").splitlines():
             addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
             if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
                 begin, end = addresses.split("-")
-                found.append((int(begin, 16), int(end, 16)))
-    return found
+                ranges.append((int(begin, 16), int(end, 16)))
+    return ranges
 
 
 def _move(begin: int, end: int) -> None:

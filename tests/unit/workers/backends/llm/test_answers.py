@@ -219,7 +219,12 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, t
     scheduler.run()
     whole = [scheduler.text(1, index) for index in range(2)]
     tokens = [
-        [t for each in scheduler.responses[1] if each["index"] == [n] for t in each["token_ids"]]
+        [
+            t
+            for response in scheduler.responses[1]
+            if response["index"] == [n]
+            for t in response["token_ids"]
+        ]
         for n in range(2)
     ]
     resumed = [
@@ -275,9 +280,9 @@ def pieces(scheduler: Scheduler, key: int, index: int) -> tuple[str, list[dict[s
     """Return the text of a sample and the reported entries of its tokens."""
     content = [
         token
-        for each in scheduler.responses[key]
-        if index in each["index"]
-        for token in each["logprobs"][each["index"].index(index)]["content"]
+        for response in scheduler.responses[key]
+        if index in response["index"]
+        for token in response["logprobs"][response["index"].index(index)]["content"]
     ]
     return scheduler.text(key, index), content
 

@@ -102,6 +102,13 @@ def test_a_variable_of_another_type_is_refused(name: str) -> None:
     [
         {"content": [{"type": "text"}]},
         {"content": [{"type": "text", "text": 3}]},
+        {"content": 3},
+        {"content": {}},
+        {"name": 3},
+        {"tool_call_id": [1]},
+        {"reasoning_content": 3},
+        {"tool_calls": [{"function": {"name": "f", "arguments": 3}}]},
+        {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
         {"tool_calls": "x"},
         {"tool_calls": {"function": {"name": "f"}}},
         {"tool_calls": [3]},

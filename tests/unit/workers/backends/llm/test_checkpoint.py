@@ -136,9 +136,9 @@ def test_fields_have_the_effects_and_defaults_of_transformers(
 ) -> None:
     given = {name: each for name, each in config(family, **more).items() if each is not ...}
     problems: list[str] = []
-    found = Architecture.of(given, problems)
-    assert found is not None, problems
-    assert {name: getattr(found, name) for name in expected} == expected
+    architecture = Architecture.of(given, problems)
+    assert architecture is not None, problems
+    assert {name: getattr(architecture, name) for name in expected} == expected
 
 
 def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:

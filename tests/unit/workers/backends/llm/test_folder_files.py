@@ -274,7 +274,7 @@ def test_settings_without_effect_are_logged(
     ignored = {"min_new_tokens": 2, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
     edit(path, "generation_config.json", num_beams=1, top_k=5, **ignored)
     Checkpoint.open(path)
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         f"generation_config.json: {name} has no effect, as in vLLM" for name in ignored
     ]
 

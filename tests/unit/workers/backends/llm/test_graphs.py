@@ -34,11 +34,11 @@ def test_one_row_of_each_sequence(folder: Callable[..., Path], family: str) -> N
     count, blocks = 8, 16
     with torch.inference_mode():
         given = torch.from_numpy(decode_inputs(rows, count, blocks))
-        found = decode_logits(model, cache, given)
+        logits = decode_logits(model, cache, given)
     expected = model.forward(rows, cache, attention, list(range(len(LENGTHS))))
-    assert found.shape == (count, expected.shape[1])
-    assert torch.allclose(found[: len(LENGTHS)], expected, atol=1e-4)
-    assert torch.equal(found[-1], found[-2])  # the padding rows repeat the last row
+    assert logits.shape == (count, expected.shape[1])
+    assert torch.allclose(logits[: len(LENGTHS)], expected, atol=1e-4)
+    assert torch.equal(logits[-1], logits[-2])  # the padding rows repeat the last row
 
 
 @pytest.mark.parametrize(("most", "longest"), [(1, 10), (32, 2048), (5, 300), (64, 1 << 17)])

@@ -82,6 +82,8 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
         ({"response_format": {"type": "json_schema"}}, "is not a JSON schema"),
         ({"structured_outputs": {}}, "an object with one of json, regex, choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "an object with one of json"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": "x"}}, "is true or false"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "a regular expression"),
         ({"structured_outputs": {"regex": "a", "structural_tag": "b"}}, "and of the options"),
         ({"guided_choice": []}, "guided_choice: [] is not a list of 1 to 10000 strings"),
         ({"regex": "a", "guided_json": {}}, "regex and json_schema: at most one grammar"),
