@@ -212,13 +212,13 @@ def _file_of(kind: type, folder: Path) -> Path:
 def _definitions(kind: type) -> str:
     """Return the source of a class, and of the definitions of its module that the class uses."""
     try:
-        own = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        class_tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError) as error:
         raise InvalidArgument(
             f"the source of class '{kind.__name__}' cannot be found: define it in a file"
         ) from error
     statements = list(_statements(kind))
-    named = _names(own)
+    named = _names(class_tree)
     used: list[ast.stmt] = []
     while True:
         definitions = [
@@ -230,7 +230,7 @@ def _definitions(kind: type) -> str:
         named = named.union(*map(_names, definitions))
     chosen = [each for each in statements if each in used and kind.__name__ not in _bound(each)]
     future = "from __future__ import annotations\n" if _postpones(statements) else ""
-    return future + "\n\n".join(map(ast.unparse, [*chosen, own])) + "\n"
+    return future + "\n\n".join(map(ast.unparse, [*chosen, class_tree])) + "\n"
 
 
 def _statements(kind: type) -> Iterator[ast.stmt]:

@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     """
     target_ms = _milliseconds(args.p99)
     for flag in ("runs", "most_instances", "largest_batch"):
-        least = 0 if flag == "largest_batch" else 1
+        minimum = 0 if flag == "largest_batch" else 1
         text = getattr(args, flag)
-        if text is not None and text < least:
-            raise InvalidArgument(f"--{flag.replace('_', '-')}: {text} is less than {least}")
+        if text is not None and text < minimum:
+            raise InvalidArgument(f"--{flag.replace('_', '-')}: {text} is less than {minimum}")
     if args.openai:
         raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:

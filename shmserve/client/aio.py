@@ -479,8 +479,8 @@ class Server:
             if turns is not None:
                 self._former.append(turns)
             for former in self._former[:]:
-                ends = former.connection.draining and former.connection.alive
-                if not (ends and former.channel.waiting):
+                is_draining = former.connection.draining and former.connection.alive
+                if not (is_draining and former.channel.waiting):
                     self._former.remove(former)
                     former.close()
             try:

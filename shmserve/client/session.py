@@ -139,13 +139,13 @@ def opened(
     """
     if timeout_s is None:
         return Session(run_dir, memory_limit, _WELCOME_S, token)
-    ends = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
-            left_s = max(_SHORTEST_S, ends - time.monotonic())
+            left_s = max(_SHORTEST_S, deadline - time.monotonic())
             return Session(run_dir, memory_limit, left_s, token)
         except Disconnected:
-            if time.monotonic() + _PAUSE_S >= ends:
+            if time.monotonic() + _PAUSE_S >= deadline:
                 raise
             time.sleep(_PAUSE_S)
 

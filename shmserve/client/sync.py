@@ -128,7 +128,7 @@ class Server:
         waiting: deque[Any] = deque()
         waiter = self._waiting()
         # Collect several responses per message, so that the server always has work.
-        few = max(1, in_flight // 4)
+        min_messages = max(1, in_flight // 4)
         try:
             for request_inputs in inputs:
                 call = call_of(
@@ -136,7 +136,7 @@ class Server:
                 )
                 built = self._session.built(waiter.connection, call)
                 waiting.append(waiter.submit(built))
-                waiter.send(min_messages=few)
+                waiter.send(min_messages=min_messages)
                 if len(waiting) >= in_flight:
                     yield waiter.wait(waiting.popleft())
             while waiting:

@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     Raises:
         Problems: Each line names the flag, the value found and the values allowed.
     """
-    given = FlagValues()
+    flag_values = FlagValues()
     positional: list[str] = []
     after_boolean: dict[str, str] = {}
     remaining = list(arguments)
@@ -112,17 +112,19 @@ def parse(arguments: Sequence[str]) -> Parsed:
         value = collected(_value, flag, text if equals else None, remaining)
         bare_flag = flag.name if not equals and len(remaining) == count else ""
         if value is not None:
-            given.add(flag, value)
-    file = given.values.get("config")
+            flag_values.add(flag, value)
+    file = flag_values.values.get("config")
     written = FlagValues() if file is None else collected(read, str(file))
     collected.check()
-    on_command_line = {*given.values, *given.repeated}
+    on_command_line = {*flag_values.values, *flag_values.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
-        values={**defaults, **written.values, **given.values},
-        repeated={f.name: [] for f in ACTED_ON if f.repeat} | written.repeated | given.repeated,
+        values={**defaults, **written.values, **flag_values.values},
+        repeated={f.name: [] for f in ACTED_ON if f.repeat}
+        | written.repeated
+        | flag_values.repeated,
         positional=positional,
-        without_effect=written.without_effect + given.without_effect,
+        without_effect=written.without_effect + flag_values.without_effect,
         after_boolean=after_boolean,
         positions={k: v for k, v in written.positions.items() if k not in on_command_line},
     )

@@ -311,7 +311,7 @@ class Acceptor:
     ) -> None:
         self._make = make
         self._listener = listener
-        self._most = most
+        self._max_connections = most
         self._quota = share_of(most)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
@@ -342,8 +342,8 @@ class Acceptor:
             client.call_on_disconnect(partial(self._remove_from_quota, peer, connection))
             if len(peer_connections) > self._quota:
                 self._evict(connection, peer_connections, self._quota)
-        if len(self._connections) > self._most:
-            self._evict(connection, self._connections, self._most)
+        if len(self._connections) > self._max_connections:
+            self._evict(connection, self._connections, self._max_connections)
         return client
 
     def connection_lost(self, connection: LimitedConnection) -> None:
@@ -408,7 +408,7 @@ class Acceptor:
             logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",
             most,
-            "" if most == self._most else " of one peer",
+            "" if most == self._max_connections else " of one peer",
             f"{len(evicted)} idle connections were closed" if evicted else "one was refused",
         )
         self._warnings += 1

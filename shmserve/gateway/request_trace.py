@@ -108,9 +108,9 @@ def _tensors(trace: RequestTrace) -> Iterator[dict[str, Any]]:
     """Yield the entries of tensors; an input is recorded with each response of a request."""
     inputs = {(each.span_id, each.name): each for each in trace.tensors if not each.is_output}
     outputs = [each for each in trace.tensors if each.is_output]
-    own = {span.span_id for span in trace.spans}
+    span_ids = {span.span_id for span in trace.spans}
     for span_id, is_output, name, datatype, shape, data in [*inputs.values(), *outputs]:
-        if span_id in own:
+        if span_id in span_ids:
             activity = "TENSOR_BACKEND_OUTPUT" if is_output else "TENSOR_QUEUE_INPUT"
             tensor = {"name": name, "data": data, "shape": shape, "dtype": datatype}
             yield {"id": _number(span_id), "activity": activity, "tensor": tensor}

@@ -124,13 +124,13 @@ class Tracer:
 
     def take(self, message: RequestTraced) -> None:
         """Record the trace of a local client's request, which no gateway has received."""
-        own = TraceContext.of(message.trace)
-        context = own._replace(span_id=os.urandom(8).hex())
+        scheduler_context = TraceContext.of(message.trace)
+        context = scheduler_context._replace(span_id=os.urandom(8).hex())
         of_model = (message.model, message.version, message.request_id)
         trace = RequestTrace(
             self.finish, *of_model, context, message.arrived_ns, False, message.sampled, True
         )
-        trace.scheduler, trace.submitted_ns = own, message.arrived_ns
+        trace.scheduler, trace.submitted_ns = scheduler_context, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
         trace.read_spans(message.spans)
         self.finish(trace)

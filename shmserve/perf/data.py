@@ -156,8 +156,8 @@ class _Maker:
         elif kind.kind == "f":
             array = self.draw.random(shape).astype(kind)
         else:
-            most = 2 if tensor.datatype == "BOOL" else _LARGEST_NUMBER
-            array = self.draw.integers(0, most, shape).astype(kind)
+            upper_bound = 2 if tensor.datatype == "BOOL" else _LARGEST_NUMBER
+            array = self.draw.integers(0, upper_bound, shape).astype(kind)
         return self.encoded(name, array)
 
     def encoded(self, name: str, value: Any) -> InputTensor:

@@ -41,7 +41,7 @@ class Records:
 
     Attributes:
         began: The scheduled time.
-        late: The delay between the scheduled time and the sending.
+        delays_ns: The delay between the scheduled time and the sending.
         first: The time of the first response.
         ended: The time of completion.
         responses: The number of responses.
@@ -50,7 +50,7 @@ class Records:
     """
 
     began: array[int] = field(default_factory=_column)
-    late: array[int] = field(default_factory=_column)
+    delays_ns: array[int] = field(default_factory=_column)
     first: array[int] = field(default_factory=_column)
     ended: array[int] = field(default_factory=_column)
     responses: array[int] = field(default_factory=_column)
@@ -115,7 +115,7 @@ class LoadSlot:
         else:
             records = self._load.records
             records.began.append(self._began_ns)
-            records.late.append(self._late_ns)
+            records.delays_ns.append(self._late_ns)
             records.first.append(self._first_ns if self._responses else now)
             records.ended.append(now)
             records.responses.append(self._responses if responses < 0 else responses)

@@ -168,7 +168,7 @@ def measured(
 
         settled = interrupted = False
         load.begin()
-        mark()  # this first mark is replaced after the warm-up
+        mark()  # the start of the warm-up; deleted when the warm-up ends
         try:
             load.run(plan.warm_up_s)
             mark()
@@ -209,7 +209,7 @@ def _point(records: Records, marks: Sequence[Mark], kind: str, value: float, ok:
     cpu_s = last.cpu_s - first.cpu_s
     failed = last.failed - first.failed
     ended = max(count + failed, 1)
-    late = np.array(records.late[first.requests : last.requests], np.int64)
+    delays = np.array(records.delays_ns[first.requests : last.requests], np.int64)
     return Point(
         *(kind, value, count, failed),
         records.errors.most_common(1)[0][0] if failed else "",
@@ -218,7 +218,7 @@ def _point(records: Records, marks: Sequence[Mark], kind: str, value: float, ok:
         confidence(rates(marks)),
         ok,
         spread(latencies(records, first, last)),
-        spread(late),
+        spread(delays),
         cpu_s / ended * 1e6,
         cpu_s / seconds,
         os.getloadavg()[0],

@@ -164,8 +164,8 @@ def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:
         ratio, *other_ratios = [
             f"{after / before:.3f}" if before else "-" for before, after in pairs
         ]
-        alike = abs(now.per_second - was.per_second) <= now.confidence + was.confidence
-        ratio = f"~{ratio}" if alike else ratio
+        within_error = abs(now.per_second - was.per_second) <= now.confidence + was.confidence
+        ratio = f"~{ratio}" if within_error else ratio
         lines.append(f"{now.name:<18}{ratio:>12}{''.join(f'{each:>9}' for each in other_ratios)}")
     return "\n".join(lines)
 

@@ -290,11 +290,11 @@ def table(trials: Sequence[Trial], target_ms: float) -> str:
     """Return a row for each run, in order."""
     lines = [f"{'requests/s':>12}{'p99 ms':>10}{'in flight':>11}  configuration"]
     for trial in trials:
-        late = "" if trial.p99_ms <= target_ms else "  above the target"
+        note = "" if trial.p99_ms <= target_ms else "  above the target"
         failed = f"  {trial.errors} errors" if trial.errors else ""
         lines.append(
             f"{trial.per_second:>12,.1f}{trial.p99_ms:>10.2f}{trial.candidate.in_flight:>11}  "
-            f"{described(trial.candidate)}{late}{failed}"
+            f"{described(trial.candidate)}{note}{failed}"
         )
     return "\n".join(lines)
 

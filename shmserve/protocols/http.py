@@ -354,7 +354,7 @@ class HttpLane:
         self._in_body = False
         self._remaining = 0  # bytes of the body that have not been received
         self._rest = b""  # received bytes of an incomplete head or chunk size line
-        self._ok = True
+        self._is_ok = True
         self._closing = False
         self._error = b""  # the server's error message
 
@@ -379,14 +379,14 @@ class HttpLane:
             self._chunks(data)
             return
         self._remaining -= len(data)
-        if not self._ok:
+        if not self._is_ok:
             self._error += data
         if self._remaining <= 0:
             self._end()
 
     def _begin(self, head: bytes) -> None:
         self._in_body, self._rest = True, b""
-        self._ok = head[9:12] == b"200"
+        self._is_ok = head[9:12] == b"200"
         self._error = b""
         self._closing = _closes(head) is not None
         length = _length(head)
@@ -394,7 +394,7 @@ class HttpLane:
             self._remaining = int(length[1])
         else:
             self._remaining = _CHUNKED if _is_chunked(head) else 0
-        if not self._ok:
+        if not self._is_ok:
             self._error = head[9 : head.find(b"\r\n")] + b": "
 
     def _chunks(self, data: bytes) -> None:
@@ -418,14 +418,14 @@ class HttpLane:
 
     def piece(self, data: bytes) -> None:
         """Handle a chunk of the body."""
-        if not self._ok:
+        if not self._is_ok:
             self._error += data
 
     def _end(self) -> None:
         self._in_body = self._busy = False
         if self._closing:
             self._connection.close()
-        if self._ok:
+        if self._is_ok:
             self.complete()
         else:
             self.observer.ended(_described(self._error))
@@ -472,7 +472,7 @@ class EventLane(HttpLane):
 
     def piece(self, data: bytes) -> None:
         """Parse the events in a chunk, which may be partial."""
-        if not self._ok:
+        if not self._is_ok:
             super().piece(data)
             return
         *events, self._part = (self._part + data).split(b"\n\n")

@@ -357,8 +357,8 @@ def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[s
         "ORT_DISABLE_TELEMETRY": "1",
     }
     if "OMP_WAIT_POLICY" not in environment:
-        # Idle threads of GNU OpenMP, which torch uses, spin 300,000 times by default: milliseconds
-        # in which schedulers, gateways and clients wait for their processors.
+        # torch uses GNU OpenMP, whose idle threads spin 300,000 times by default. For some
+        # milliseconds they would occupy processors that schedulers, gateways and clients need.
         defaults["GOMP_SPINCOUNT"] = "1000"
     return {**defaults, **environment}
 

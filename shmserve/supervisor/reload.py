@@ -186,16 +186,16 @@ class Reload:
     def _adopt(self, config: ServerConfig) -> None:
         """Apply the settings that may change; log them, and the changes that need a restart."""
         context = self._context
-        before = context.config
-        changed = {name for name, value in config.flags.items() if value != before.flags[name]}
-        if config.tokens != before.tokens:
+        old_config = context.config
+        changed = {name for name, value in config.flags.items() if value != old_config.flags[name]}
+        if config.tokens != old_config.tokens:
             changed.add(_TOKENS)
         applied = changed & LIVE
         # With tokens, listeners may have other addresses.
-        if bool(config.tokens) != bool(before.tokens):
+        if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS)
         for name in sorted(changed):
-            change = f"{_format_value(config, name)}, was {_format_value(before, name)}"
+            change = f"{_format_value(config, name)}, was {_format_value(old_config, name)}"
             if name in applied:
                 logger.info("--%s has changed: %s", name, change)
             else:
@@ -205,11 +205,12 @@ class Reload:
         if not changed:
             logger.info("no flag has changed")
         context.config = replace(
-            before,
+            old_config,
             flags={
-                name: (config if name in applied else before).flags[name] for name in before.flags
+                name: (config if name in applied else old_config).flags[name]
+                for name in old_config.flags
             },
-            shm=replace(before.shm, **_selected(config.shm, _SHM, applied)),
+            shm=replace(old_config.shm, **_selected(config.shm, _SHM, applied)),
             **_selected(config, {**_OWN, _TOKENS: "tokens"}, applied),
         )
         context.logging.change(_selected(config.log, _LOG, applied))

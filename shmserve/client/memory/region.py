@@ -118,7 +118,7 @@ class Region(Mapping[str, Any]):
 
     @property
     def specs(self) -> dict[str, tuple[Shape, str]]:
-        """Return shape and datatype of each tensor: {name: (shape, datatype)}."""
+        """Return the shape and datatype of each tensor: {name: (shape, datatype)}."""
         return {name: (each.shape, each.datatype) for name, each in self._templates.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:

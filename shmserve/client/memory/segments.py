@@ -237,9 +237,9 @@ class Memories:
         if self._used() + byte_size <= self._limit:
             return False
         for reference in self._keepers.keyrefs():
-            keeper = reference()
-            if keeper is not None:
-                keeper.give_up()
+            owner = reference()
+            if owner is not None:
+                owner.give_up()
         self.settle()
         return True
 

@@ -207,8 +207,8 @@ def prepare(
     arrays: list[Array] = []
     key: list[Any] = []
     as_torch = False
-    alike = not isinstance(outputs, Mapping)
-    if alike and outputs is not None and type(outputs) not in (list, tuple):
+    can_use_template = not isinstance(outputs, Mapping)
+    if can_use_template and outputs is not None and type(outputs) not in (list, tuple):
         outputs = _names(outputs)
     large = 0
     specs = model.signature.inputs
@@ -216,7 +216,7 @@ def prepare(
         if type(value) is np.ndarray and value.flags.c_contiguous:
             array, datatype = value, ""
         elif type(value) is DeviceView:
-            array, datatype, alike = _ELSEWHERE, value.datatype, False
+            array, datatype, can_use_template = _ELSEWHERE, value.datatype, False
         else:
             as_torch = as_torch or is_torch(value)
             array, datatype = from_program(value, specs.get(name), name)
@@ -224,15 +224,15 @@ def prepare(
         large += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # A large array may be in a region, which only its address shows.
-    if alike and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
+    if can_use_template and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         prepared = model.prepared.find(tuple(key))
         if prepared is not None:
             return _filled(model, prepared, arrays, options, as_torch)
     else:
-        alike = False
+        can_use_template = False
     loose = _Loose(memories, model, inputs, arrays, options, as_torch)
-    if not alike or not loose.plain:
+    if not can_use_template or not loose.plain:
         return loose.prepare(outputs)
     prepared = loose.prepared(tuple(key), tuple(outputs or ()))
     return _filled(model, prepared, arrays, options, as_torch)

@@ -232,7 +232,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 new_calls.append(call)
 
     def flush(self) -> None:
-        """Write the pending frames, unless that follows in this turn anyway."""
+        """Write the pending frames. While received data is handled, they are written at its end."""
         if self._handling:
             return
         sending = self.http2.sending

@@ -325,8 +325,10 @@ class App(ActiveCount):
 
 def _request_id_header(request: HttpRequest) -> bytes:
     """Return the header with the client's id of a request, or with a new one."""
-    given = request.headers.get(_REQUEST_ID, "")
-    request_id = given if given and _PLAIN_ID.fullmatch(given) else f"req_{os.urandom(16).hex()}"
+    client_id = request.headers.get(_REQUEST_ID, "")
+    request_id = (
+        client_id if client_id and _PLAIN_ID.fullmatch(client_id) else f"req_{os.urandom(16).hex()}"
+    )
     return b"x-request-id: %b\r\n" % request_id.encode()
 
 

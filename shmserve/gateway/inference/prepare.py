@@ -446,7 +446,7 @@ class ArrivingTensors:
     def feed(self, piece: memoryview) -> int:
         """Receive bytes of the current tensor; return how many bytes belong to it."""
         size = min(len(self._remaining), len(piece))
-        # Otherwise the bytes are in place already.
+        # The socket may have written the bytes to the tensor's memory directly.
         if size and piece.obj is not self._remaining.obj:
             self._remaining[:size] = piece[:size]
         self._remaining = self._remaining[size:]

@@ -35,8 +35,8 @@ def warning(found: str, fix: str) -> Verdict:
     """Return the verdict that the server runs with limitations.
 
     Args:
-        found: The facts.
-        fix: What to do.
+        found: The text that describes what the check has found.
+        fix: The text that describes how to remove the limitation.
     """
     return Verdict(WARNING, found, fix)
 
@@ -45,8 +45,8 @@ def wrong(found: str, fix: str) -> Verdict:
     """Return the verdict that the server does not start, or would be useless.
 
     Args:
-        found: The facts.
-        fix: What to do.
+        found: The text that describes what the check has found.
+        fix: The text that describes how to remove the problem.
     """
     return Verdict(WRONG, found, fix)
 

@@ -117,7 +117,10 @@ def _analyze(*arguments: str) -> tuple[int, str]:
 
 
 def judge_units(facts: tuple[int, str]) -> Verdict:
-    """Treat all output as a problem: systemd-analyze reports an unknown key by its output only."""
+    """Return a warning if systemd-analyze has printed anything.
+
+    Its exit status does not report unknown keys.
+    """
     count, report = facts
     if report:
         return warning(report, "run shmserve systemd install, and check your drop-ins")

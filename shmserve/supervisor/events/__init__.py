@@ -132,13 +132,13 @@ class EventPublisher:
         prefix, and when the last one ends.
         """
 
-        def updated(frame: bytes) -> None:
+        def on_frame(frame: bytes) -> None:
             subscription = self._subscriptions.update(frame)
             if subscription is not None:
                 on_subscription(*subscription)
 
         try:
-            self._socket = Xpub(endpoint, updated)
+            self._socket = Xpub(endpoint, on_frame)
         except OSError as error:
             logger.error("the event socket cannot be opened: %s", error)
 

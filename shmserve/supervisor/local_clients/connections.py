@@ -61,7 +61,7 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
         OSError: Nothing can be received.
     """
     received = _received(link, _MESSAGE)
-    if not received.whole or len(received.fds) > _MOST_TAKEN:
+    if not received.complete or len(received.fds) > _MOST_TAKEN:
         close_all(received.fds)
         return b"", []
     return received.data, received.fds
@@ -70,7 +70,7 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
 class _Received(NamedTuple):
     data: bytes
     fds: list[int]
-    whole: bool
+    complete: bool
     any: bool  # whether the packet has data or ancillary data
 
 

@@ -487,7 +487,7 @@ class ModelManager:
             self._context.broadcast(SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
 
 
-async def _stop(version: ModelVersion, before: list[asyncio.Task[None]]) -> None:
+async def _stop(version: ModelVersion, ensemble_ends: list[asyncio.Task[None]]) -> None:
     """Stop a version after the tasks that stop the ensembles that need it."""
-    await asyncio.gather(*before)
+    await asyncio.gather(*ensemble_ends)
     await (version.stop() if version.loaded else version.kill())

@@ -342,8 +342,10 @@ class TraceControl:
             The settings of the model as the protocol shows them.
         """
         if changes:
-            own = self._changes.get(model, {}) | changes
-            self._changes[model] = {key: value for key, value in own.items() if value is not None}
+            merged = self._changes.get(model, {}) | changes
+            self._changes[model] = {
+                key: value for key, value in merged.items() if value is not None
+            }
             logger.info("trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
         return self._of(model).shown()

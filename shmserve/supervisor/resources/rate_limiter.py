@@ -134,10 +134,10 @@ class RateLimiter:
             self._check(resource, count, resources)
         members = self._members.values()
         scores = [each.score for other in members for each in other.instances.values()]
-        least = min(scores, default=0)
+        lowest_score = min(scores, default=0)
         joined = self._members.setdefault(member, _Member())
         for index, needs in instances.items():
-            joined.instances[index] = _Instance(needs, -(-least // needs.priority))
+            joined.instances[index] = _Instance(needs, -(-lowest_score // needs.priority))
         self._measure()
 
     def _check(self, resource: Resource, count: int, resources: set[Resource]) -> None:
@@ -212,7 +212,9 @@ class RateLimiter:
     def ask(
         self, member: Hashable, index: int, ticket: Hashable, pid: int = 0
     ) -> list[GrantedTicket]:
-        """Request a ticket for an instance, a process; invalid requests are ignored.
+        """Request a ticket for the instance with `index`, whose process is `pid`.
+
+        A request is ignored if the instance is unknown or already holds the ticket.
 
         Returns:
             The tickets that are granted now.

@@ -186,9 +186,10 @@ class Workspaces:
         self._pools[device].close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
-        """Handle a worker's request for a lease, or its return.
+        """Handle a worker's message that requests or returns a lease.
 
-        This must not be a background task: the messages of a process are handled before its death.
+        This must not be a background task, since a process's messages must be handled before its
+        exit is.
         """
         pool = self._pools.get(message.device)
         match message:

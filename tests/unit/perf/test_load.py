@@ -72,7 +72,7 @@ def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(door: I
         one.run(0)
     one.finish()
     assert door.sent[:6] == ["a", "a", "b", "b", "c", "c"]
-    assert one.mark().requests == len(door.sent) == len(one.records.late)
+    assert one.mark().requests == len(door.sent) == len(one.records.delays_ns)
 
 
 def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_scheduled_time(
@@ -86,7 +86,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
         one.run(0)
     one.finish()
     assert len(set(one.records.began)) == 1
-    assert list(one.records.late) == sorted(one.records.late)
+    assert list(one.records.delays_ns) == sorted(one.records.late)
     assert door.sent == ["a"] * 4
 
 

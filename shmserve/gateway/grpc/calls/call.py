@@ -152,7 +152,7 @@ class GrpcCall(ABC):
     delays_drain: ClassVar[bool]
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
-        *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
+        *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_deadline", "_sinks"),
         *("_stream", "_timer", "client", "done", "head", "on_disconnect", "on_ended"),
     )
 
@@ -171,24 +171,24 @@ class GrpcCall(ABC):
         self._arriving: ArrivingMessage | None = None
         self._begun = False  # whether the head of the response is sent
         self._compression: str | None = None
-        self._ends = 0.0
+        self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
         deflater = connection.front.deflater
         if deflater is not None:
             self._compression = deflater.encoding(head.accepts)
         if head.timeout_s is not None:
-            self._ends = time.monotonic() + head.timeout_s
+            self._deadline = time.monotonic() + head.timeout_s
             self._timer = connection.loop.call_later(head.timeout_s, self._expired)
 
     # --- for the handler of the call
 
     def time_remaining(self) -> float | None:
         """Return the time until the deadline in seconds, or None."""
-        return self._ends - time.monotonic() if self._ends else None
+        return self._deadline - time.monotonic() if self._deadline else None
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
-        return bool(self._ends) and self._ends - time.monotonic() < _EXPIRED_S
+        return bool(self._deadline) and self._deadline - time.monotonic() < _EXPIRED_S
 
     def fail(
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()

@@ -35,7 +35,7 @@ class BrokenMessage(Exception):
         self.ending: Ending = (code, text, ())
 
 
-# A message, or the request that was received into the arena.
+# The bytes of a message, or an inference request whose tensors were received into the arena.
 Message = bytes | ArrivingRequest
 
 

@@ -116,9 +116,16 @@ def split(raw: bytes) -> Split | None:
 
 
 def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
-    """Return the request id and sequence position in these serialised fields.
+    """Return the request id and sequence position in serialised fields.
 
-    Of repeated fields the last one counts. Return None if a field is not one of these.
+    If a field is repeated, its last value is used, as in protobuf.
+
+    Args:
+        ids: The values of the field `id`.
+        parameters: The entries of the field `parameters`.
+
+    Returns:
+        None if an entry is not a sequence parameter, or a value is invalid.
     """
     correlation_id: int | str | None = 0
     flags = 0

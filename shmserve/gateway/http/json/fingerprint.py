@@ -175,7 +175,7 @@ def store_template(
 
 def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
     """Return whether exactly the data of the inputs was cut out of `kept_parts`, in their order."""
-    token = secrets.token_hex(16)  # random, so that no string of the client can represent a cut
+    token = secrets.token_hex(16)  # random, so that no string in the request equals it
     marks = [f"{token}{number}" for number in range(arrays)]
     document = kept_parts
     for mark in marks:

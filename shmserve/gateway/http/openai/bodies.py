@@ -161,7 +161,7 @@ class TextRequest(NamedTuple):
 def _details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
     """Return the outputs that only some requests need: token ids and log probabilities.
 
-    With `continuous`, tokens are counted by their ids.
+    With `continuous`, each chunk reports its token usage, which is counted by token ids.
     """
     outputs: tuple[str, ...] = ()
     if continuous or ("return_token_ids" in parameters and returns_tokens(parameters)):

@@ -62,8 +62,8 @@ class Form(NamedTuple):
     """The format of completions or of chats: prefixes of ids, and names of objects."""
 
     prefix: str
-    whole: str
-    chunk: str
+    object_name: str
+    chunk_name: str
     chat: bool
 
     def content(
@@ -177,7 +177,7 @@ class _Sample:
         return {**parts, "tool_calls": calls} if calls else parts
 
     def reason(self, reason: str) -> str | None:
-        """Return the finish reason, which is that of the model unless the sample has calls."""
+        """Return the model's finish reason, or "tool_calls" if a complete sample has tool calls."""
         return "tool_calls" if self.calls and reason == "stop" else reason or None
 
 
@@ -284,7 +284,7 @@ class Choices:
             }
             for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.form.whole), **self._prompt}
+        head = {**self._head(self.form.object_name), **self._prompt}
         return {**head, "choices": choices, "usage": self.usage()}
 
     def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
@@ -293,7 +293,7 @@ class Choices:
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
-        head = {**self._head(self.form.chunk), **self._prompt}
+        head = {**self._head(self.form.chunk_name), **self._prompt}
         entries = list(choices)
         if self.shows_usage:
             head["usage"] = entries[0].pop("usage") if self.continuous else None
@@ -304,7 +304,7 @@ class Choices:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
             return [_DONE]
-        last = {**self._head(self.form.chunk), "choices": [], "usage": self.usage()}
+        last = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
         return [SERVER_SENT_EVENTS.frame(orjson.dumps(last)), _DONE]
 
     def failure(self, error: ShmserveError) -> list[bytes]:

@@ -61,7 +61,7 @@ class Embedder(NamedTuple):
     text: str
     vector: str
     dims: tuple[int, ...]
-    most: int  # maximum number of texts in a request; 0: one text, without a batch dimension
+    max_texts: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
 
 def embeds(model: GatewayModel) -> Embedder | None:
@@ -89,7 +89,7 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     encoding = bodies.checked(body, "encoding_format", str, "float")
     if encoding not in _FORMATS:
         raise InvalidArgument(f"encoding_format: '{encoding}' is not one of {', '.join(_FORMATS)}")
-    step = max(embedder.most, 1)
+    step = max(embedder.max_texts, 1)
     parts = [texts[at : at + step] for at in range(0, len(texts), step)]
     calls = [_vectors(gateway, request, model, embedder, part) for part in parts]
     tasks = list(map(asyncio.ensure_future, calls))
@@ -116,7 +116,7 @@ async def _vectors(
     texts: list[str],
 ) -> list[np.ndarray[Any, Any]]:
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
-    shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
+    shape = (len(texts), *embedder.dims) if embedder.max_texts else embedder.dims
     text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
     outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = outputs[embedder.vector].astype(np.float32)
@@ -159,13 +159,13 @@ async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Respond with one model that embeds or generates text; a model on demand is not loaded."""
-    own = await resolve_alias(gateway, name)
-    if awaits_load(gateway, own, "") and own in await unloaded_aliases(gateway):
-        return json_response(_model_object(name, own, None))
-    model = await resolve_model(gateway, own, "")
+    model_name = await resolve_alias(gateway, name)
+    if awaits_load(gateway, model_name, "") and model_name in await unloaded_aliases(gateway):
+        return json_response(_model_object(name, model_name, None))
+    model = await resolve_model(gateway, model_name, "")
     if not _serves(model):
         raise NotFound(f"model '{name}' neither generates text nor computes embeddings")
-    return json_response(_model_object(name, own, model))
+    return json_response(_model_object(name, model_name, model))
 
 
 async def _default(gateway: Gateway, body: dict[str, Any]) -> str:

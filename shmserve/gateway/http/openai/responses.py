@@ -231,7 +231,7 @@ class ResponseObject:
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""  # the text, or the arguments, of the last item
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
-    _open: bool = False  # whether the last item is in progress
+    _open: bool = False  # whether more text may follow for the last item
     _calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _reason: str = ""
