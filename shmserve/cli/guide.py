@@ -65,9 +65,11 @@ def page(topic: str) -> str:
         # In a terminal, a link to another page is replaced by the command that shows it.
         text = re.sub(r"\]\((\w+)\.md\)", r"] (shmserve guide \1)", pages[name]())
         return text.rstrip("\n") + "\n"
-    near = nearest(name, tuple(pages), likeness=0.4)
-    hint = f"did you mean '{near}'?" if near else "`shmserve guide` lists them"
-    raise InvalidArgument(f"guide: there is no page '{topic}', {hint}")
+    near = nearest(name, tuple(pages), likeness=0.55)
+    hint = f", did you mean '{near}'?" if near else ";"
+    raise InvalidArgument(
+        f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"
+    )
 
 
 def search(words: str) -> str:

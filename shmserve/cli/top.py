@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LOW = 10  # number of terminal lines below which mainly models are shown
 _SILENT_S = 15.0  # a server that is silent for longer is considered gone
 _AGAIN_S = 1.0
-_KEYS = "sort: h hurts n name r rate f fails w waits p p99  arrows, Enter: open  q: quit"
+_KEYS = "sort: h problems n name r rate f fail w wait p p99  arrows Enter: open  q: quit"
 _SORTS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
 _ARROWS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)

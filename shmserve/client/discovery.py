@@ -51,7 +51,10 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         raise _ended(usual)
     if os.path.lexists(usual):
         raise InvalidArgument(f"{usual} belongs to another user; name it explicitly to use it")
-    raise Disconnected(f"no server of this user is running: there is no run directory {usual}")
+    raise Disconnected(
+        f"no server of this user is running: there is no run directory {usual}; start one by "
+        "`shmserve serve`, or choose another by its run directory or URL"
+    )
 
 
 def _ended(run_dir: Path) -> Disconnected:

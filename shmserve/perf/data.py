@@ -44,6 +44,8 @@ class ModelInterface:
         batches: Whether the model batches.
         decoupled: Whether the model is decoupled.
         steps: The models of an ensemble's steps.
+        config_error: Why the server sent no configuration, without which `batches` and `steps` are
+            unknown; "" if it sent one.
     """
 
     inputs: Mapping[str, ModelTensor]
@@ -51,6 +53,7 @@ class ModelInterface:
     batches: bool = False
     decoupled: bool = False
     steps: tuple[str, ...] = ()
+    config_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,17 @@ class Given:
     text_length: int = 128
 
 
-def signature(
-    transport: Transport, config: Mapping[str, Any], model: str, ver: str
-) -> ModelInterface:
+def signature(transport: Any, model: str, ver: str) -> ModelInterface:
     """Return a model's interface from the server. Raises TransportError.
 
-    `config` is the model's configuration; {} if the server does not support the extension.
+    A server may refuse the configuration (for want of a permission or of the extension).
     """
+    config: Mapping[str, Any] = {}
+    config_error = ""
+    try:
+        config = transport.config(model, ver)
+    except TransportError as error:
+        config_error = str(error)
     steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
     return ModelInterface(
         transport.inputs(model, ver),
@@ -84,6 +91,7 @@ def signature(
         int(config.get("max_batch_size") or 0) > 0,
         bool((config.get("model_transaction_policy") or {}).get("decoupled")),
         tuple(dict.fromkeys(step["model_name"] for step in steps)),
+        config_error,
     )
 
 
@@ -136,9 +144,15 @@ class _Maker:
         row = self.shapes.get(name, row) if row_shape is None else tuple(row_shape)
         if -1 in row:
             dims = ",".join(map(str, row))
+            reason = self.model.config_error
+            remark = (
+                f". The server sent no configuration of the model ({reason}): if the model has a "
+                "batch dimension, leave out the first number"
+            )
             raise InvalidArgument(
                 f"input '{name}' has the shape [{dims}], with dimensions of any size (-1). "
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
+                f"{remark if reason else ''}"
             )
         return (self.given.batch, *row) if self.model.batches else row
 
@@ -275,11 +289,3 @@ def output_sizes(interface: ModelInterface, batch: int, otherwise: int) -> dict[
         rows = batch if interface.batches else 1
         sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if fixed else otherwise
     return sizes
-
-
-def config_of(transport: Any, model: str, version: str) -> dict[str, Any]:
-    """Return a model's configuration, {} if the server does not support the extension."""
-    try:
-        return dict(transport.config(model, version))
-    except TransportError:
-        return {}

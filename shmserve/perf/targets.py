@@ -71,8 +71,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     address = servers.address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
     transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
-    config = data.config_of(transport, args.model, args.model_version)
-    model = data.signature(transport, config, args.model, args.model_version)
+    model = data.signature(transport, args.model, args.model_version)
     options = data.Given(args.input, args.shape, args.data, args.batch, args.text_length)
     items = data.items(model, options)
     sizes = data.output_sizes(model, args.batch, args.output_byte_size)

@@ -277,7 +277,7 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
-        program=_program(arguments),
+        program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
         token=_below(root, installation.settings / "token").exists(),
@@ -286,7 +286,8 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
     )
 
 
-def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
+def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
+    """Return the command line of the server; a preview only warns if the units cannot read it."""
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
     if arguments.program:
@@ -296,10 +297,14 @@ def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
     real = () if arguments.program else (Path(sys.executable).resolve(),)
     for path in (Path(program[0]), *real):
         if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN):
-            raise InvalidArgument(
-                f"--program: '{path}' cannot be seen by the unit, from which /home, /root and /tmp "
-                "are hidden; install shmserve elsewhere (python3 -m venv /opt/shmserve)"
+            problem = (
+                f"--program: the units cannot read '{path}', because /home, /root and /tmp are "
+                "hidden from them; install shmserve elsewhere (python3 -m venv /opt/shmserve)"
             )
+            if not preview:
+                raise InvalidArgument(problem)
+            print(f"warning: {problem}", file=sys.stderr)
+            break
     return program
 
 

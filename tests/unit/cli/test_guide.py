@@ -48,12 +48,15 @@ def test_an_unknown_topic_gets_the_nearest(
     topic: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["guide", topic]) == 2
-    assert f"there is no page '{topic}', did you mean '{near}'?" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"there is no page '{topic}', did you mean '{near}'? `shmserve guide` lists" in error
 
 
 def test_an_unknown_topic_gets_a_pointer_to_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["guide", "0000"]) == 2
-    assert "`shmserve guide` lists them" in capsys.readouterr().err
+    for topic in ("0000", "nope"):
+        assert cli.main(["guide", topic]) == 2
+        message = f"there is no page '{topic}'; `shmserve guide` lists the pages\n"
+        assert capsys.readouterr().err.endswith(message)
 
 
 FINDS = {

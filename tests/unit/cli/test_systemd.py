@@ -184,18 +184,30 @@ def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert written(tmp_path) == set()
 
 
+def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb, *more in (("show",), ("install", "--dry-run")):
+        more = [*more, f"--root={tmp_path}", "--program=/tmp/venv/bin/shmserve"]
+        assert cli.main(["systemd", verb, *more]) == 0
+        printed = capsys.readouterr()
+        assert "shmserve.service: the server\n" in printed.out
+        assert "warning: --program: the units cannot read '/tmp/venv/bin/" in printed.err
+        assert "python3 -m venv /opt/shmserve" in printed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--program=/home/me/venv/bin/shmserve"], "hidden; install shmserve elsewhere"),
-        (["--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
-        (["--user", "--root=/x"], "--root: an image has no user's manager"),
+        (["install", "--program=/home/me/shmserve"], "the units cannot read '/home/me/shmserve'"),
+        (["show", "--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
+        (["show", "--user", "--root=/x"], "--root: an image has no user's manager"),
     ],
 )
 def test_impossible_options_are_rejected(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["systemd", "show", *arguments]) == 2
+    assert cli.main(["systemd", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -58,7 +58,7 @@ def test_models_with_problems_come_first() -> None:
     assert "ProcessEnded worker quick.0 oops" in lines[-3]
     assert names(some()) == ["broken", "failing", "quick", "idle"]
     assert "broken/1: no file" in lines[-2]
-    assert "q: quit" in lines[-1] and len(lines) <= 24
+    assert "h problems" in lines[-1] and "q: quit" in lines[-1] and len(lines) <= 24
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,10 @@ def ended(server: RunDirectory) -> None:
 
 
 def test_none(usual: Path) -> None:
-    with pytest.raises(Disconnected, match=f"no server .* there is no run directory {usual}$"):
+    with pytest.raises(
+        Disconnected,
+        match=f"no server .* there is no run directory {usual}; start one by `shmserve serve`",
+    ):
         discovery.find(None)
 
 

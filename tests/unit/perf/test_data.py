@@ -11,6 +11,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.perf import data
 from shmserve.perf.data import Given, ModelInterface
+from shmserve.protocols import TransportError
 from shmserve.protocols.tensors import ModelTensor
 
 BATCHED = ModelInterface(
@@ -54,6 +55,24 @@ def test_a_shape_of_any_size_is_asked_for() -> None:
         data.items(PLAIN, Given())
     made, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
     assert made.shape == [3, 2]
+
+
+def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() -> None:
+    class Refusing:
+        def config(self, *_: str) -> dict[str, Any]:
+            raise TransportError("this token has no access to 'model-config'")
+
+        def inputs(self, *_: str) -> dict[str, ModelTensor]:
+            return dict(PLAIN.inputs)
+
+    model = data.signature(Refusing(), "m", "")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument) as raised:
+        data.items(model, Given())
+    assert str(raised.value).endswith(
+        "with --shape X:N,2. The server sent no configuration of the model (this token has no "
+        "access to 'model-config'): if the model has a batch dimension, leave out the first number"
+    )
+    assert data.items(model, Given(shapes=["X:3,2"]))[0][0].shape == [3, 2]
 
 
 @pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
