@@ -22,7 +22,7 @@ import numpy as np
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
-from shmserve.protocols import InputTensor, Transport, TransportError
+from shmserve.protocols import InputTensor, TransportError
 from shmserve.protocols.tensors import ModelTensor, encode, input_named, load, split_input
 
 _MOST = 1000  # maximum number of requests read from a file or a program
