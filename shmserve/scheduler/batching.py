@@ -322,9 +322,9 @@ class BatchingCore(Core[ScheduledRequest]):
         self._awaits_sequences = sequences
         if sequences and self._dispatch.open_sequences:
             logger.info(
-                "waiting for the %d open sequences of model '%s' to end",
-                self._dispatch.open_sequences,
+                "model '%s': waiting until all open sequences (%d) have ended",
                 self._name,
+                self._dispatch.open_sequences,
             )
         self._dispatch.flush()
 
