@@ -124,7 +124,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return _is_number(value) and value >= 0 and value % 1 == 0  # infinity % 1 is NaN
 
 
 _NUMBER = (_is_number, "a number")

@@ -220,6 +220,10 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
     "enum": ({"properties": {"a": {"enum": "x"}}}, "properties.a.enum: 'x' is not a list"),
     "minimum": ({"properties": {"a": {"minimum": "x"}}}, "a.minimum: 'x' is not a number"),
     "length": ({"properties": {"a": {"maxLength": -1}}}, "a.maxLength: -1 is not"),
+    "infinite length": (
+        {"properties": {"a": {"maxLength": float("inf")}}},
+        "a.maxLength: inf is not",
+    ),
     "items": ({"properties": {"a": {"items": "string"}}}, "a.items: 'string' is not a schema"),
     "alternatives": ({"anyOf": []}, r"anyOf: \[\] is not a list of schemas"),
     "an alternative": ({"anyOf": [{}, {"type": "no"}]}, r"anyOf\[1\].type: 'no' is not"),
