@@ -95,9 +95,13 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
         body = error.read(1000).decode(errors="replace")
         with contextlib.suppress(ValueError, KeyError, TypeError):
             body = json.loads(body)["error"]
-        raise Unavailable(f"{request.full_url}: {body or error}") from None
+        remedy = "; choose the file of a token with --token-file" if error.code == 401 else ""
+        raise Unavailable(f"{request.full_url}: {body or error}{remedy}") from None
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{request.full_url}: {error}") from None
+        raise Unavailable(
+            f"{request.full_url}: {getattr(error, 'reason', error)}; start a server by "
+            "`shmserve serve`, or choose its address with --metrics-url"
+        ) from None
     raise Unavailable(f"{request.full_url}: the server has exited")
 
 

@@ -274,7 +274,7 @@ def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[s
 
 def described(candidate: Candidate) -> str:
     """Return a short description of a candidate."""
-    words = [f"{candidate.instances} instances"]
+    words = [_counted(candidate.instances, "instance")]
     if candidate.batch:
         words.append(f"batch {candidate.batch}")
     if candidate.strategy:
@@ -282,8 +282,12 @@ def described(candidate: Candidate) -> str:
     if candidate.delay_us:
         words.append(f"{candidate.delay_us} us")
     if candidate.threads:
-        words.append(f"{candidate.threads} threads")
+        words.append(_counted(candidate.threads, "thread"))
     return ", ".join(words)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def table(trials: Sequence[Trial], target_ms: float) -> str:

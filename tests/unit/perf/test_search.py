@@ -206,3 +206,9 @@ def test_the_picture_has_every_run_and_the_target() -> None:
     circles = [each for each in root.iter() if each.tag.endswith("circle")]
     assert len(circles) == len(trials) + 2
     assert sum(each.tag.endswith("polyline") for each in root.iter()) == 1
+
+
+def test_numbers_of_a_described_candidate_agree_with_their_nouns() -> None:
+    start = replace(START, batch=0, strategy="", delay_us=0)
+    assert search.described(replace(start, instances=1, threads=1)) == "1 instance, 1 thread"
+    assert search.described(replace(start, instances=2, threads=3)) == "2 instances, 3 threads"
