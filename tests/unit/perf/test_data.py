@@ -65,7 +65,7 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
         def inputs(self, *_: str) -> dict[str, ModelTensor]:
             return dict(PLAIN.inputs)
 
-    model = data.signature(Refusing(), "m", "")  # type: ignore[arg-type]
+    model = data.signature(Refusing(), "m", "")
     with pytest.raises(InvalidArgument) as raised:
         data.items(model, Given())
     assert str(raised.value).endswith(
