@@ -49,7 +49,7 @@ _MOST_SHOWN = 64  # elements of an input in an example
 EXTENSIONS = (
     *("classification", "sequence", "model_repository", "model_repository(unload_dependents)"),
     *("schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory"),
-    *("binary_tensor_data", "parameters", "statistics", "logging"),
+    *("binary_tensor_data", "parameters", "statistics", "trace", "logging"),
 )
 
 

@@ -192,8 +192,7 @@ def compose(
     _check_streams(config, available)
     full = ModelConfig()
     full.CopyFrom(config)
-    if any(map(_gives_many, available)):
-        full.model_transaction_policy.decoupled = True
+    full.model_transaction_policy.decoupled |= any(map(_gives_many, available))
     return full
 
 

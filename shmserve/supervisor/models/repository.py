@@ -2,7 +2,7 @@
 
     REPOSITORY/NAME/config.pbtxt     optional
     REPOSITORY/NAME/configs/X.pbtxt  used instead if --model-config-name=X is given
-    REPOSITORY/NAME/VERSION/...      VERSION is a positive integer without leading zeros
+    REPOSITORY/NAME/VERSION/...      VERSION is a positive 64-bit integer without leading zeros
 
 This module loads no model. All of these folders and files may be links that lead anywhere: whoever
 may write the repository may run code in the server's workers.
@@ -30,7 +30,8 @@ _NAMED_CONFIGS = "configs"
 _OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")
 IN_SEVERAL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
-_VERSION = re.compile(r"[1-9][0-9]{0,9}")
+_VERSION = re.compile(r"[1-9][0-9]{0,18}")
+_LARGEST_VERSION = 2**63 - 1
 _LFS = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}")
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -353,7 +354,8 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
 def _versions(path: Path) -> list[int]:
     with os.scandir(path) as entries:
         numbered = (each for each in entries if _VERSION.fullmatch(each.name))
-        return sorted(int(each.name) for each in numbered if os.path.isdir(each))
+        versions = sorted(int(each.name) for each in numbered if os.path.isdir(each))
+    return [version for version in versions if version <= _LARGEST_VERSION]
 
 
 def _is_file(path: Path) -> bool:

@@ -160,6 +160,7 @@ def test_models_that_batch_and_models_that_do_not_may_mix() -> None:
 def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> None:
     full = composed(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
     assert full.model_transaction_policy.decoupled is expected
+    assert full.HasField("model_transaction_policy")
 
 
 def test_one_stream_may_meet_what_there_is_one_of() -> None:

@@ -46,7 +46,9 @@ def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> 
 
 
 def test_finds_models_and_their_versions(tmp_path: Path) -> None:
-    make(tmp_path, "b", "1", "10", "2", "0", "01", "-1", "1a", "warmup", "configs", "9" * 11)
+    too_large = (str(2**63), "9" * 30)
+    versions = ("1", "10", "2", "20240131235959", str(2**63 - 1))
+    make(tmp_path, "b", *versions, "0", "01", "-1", "1a", "warmup", "configs", *too_large)
     make(tmp_path, "a", config=None)
     (tmp_path / "b" / "3").write_text("a file, no version")
     (tmp_path / "readme.txt").write_text("no model")
@@ -55,7 +57,7 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     found = scan([tmp_path])
     assert list(found) == ["a", "b"]
-    assert found["b"].versions == (1, 2, 10)
+    assert found["b"].versions == (1, 2, 10, 20240131235959, 2**63 - 1)
     assert found["b"].config_path == tmp_path / "b" / "config.pbtxt"
     assert found["b"].files(2) == ["model.py"]
     assert found["a"] == ModelFolder("a", tmp_path / "a", tmp_path)
