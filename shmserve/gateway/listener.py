@@ -330,7 +330,11 @@ class Acceptor:
         return list(self._connections)
 
     def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
-        """Register a connection; above a limit, evict an idle connection or the new one."""
+        """Register a connection.
+
+        Above a limit, the connections that are idle for longest are closed. If none is idle, the
+        one whose client has not read for longest is closed, or else the new one.
+        """
         transport = connection.transport
         assert transport is not None
         client = ClientIdentity(self._listener, transport.get_extra_info("socket"))

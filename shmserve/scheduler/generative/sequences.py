@@ -374,7 +374,7 @@ class Chosen(NamedTuple, Generic[T]):
     score: float
 
 
-class Hypothesis(NamedTuple):
+class FinishedBeam(NamedTuple):
     """A finished hypothesis: its tokens after the prompt, its finish reason and its score."""
 
     tokens: list[int]
@@ -392,7 +392,7 @@ class Beams(Generic[T]):
     """
 
     generation: Generation[T]
-    found: list[Hypothesis] = field(default_factory=list)
+    found: list[FinishedBeam] = field(default_factory=list)
     finished: bool = False
     _candidates: list[Chosen[T]] = field(default_factory=list)
 
@@ -429,7 +429,7 @@ class Beams(Generic[T]):
         assert search is not None
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
         score = candidate.score / length**search.length_penalty
-        self.found.append(Hypothesis(tokens, why, score))
+        self.found.append(FinishedBeam(tokens, why, score))
         self.found.sort(key=attrgetter("score"), reverse=True)
         del self.found[search.width :]
 

@@ -310,9 +310,8 @@ class Order:
             else:
                 model.dropping.append(version)
                 actions.kill(version)
-        self.starting_versions &= {
-            UPDATES
-        }  # the actions report an update's end even if it is taken back
+        # The actions report the end of an update even if it is taken back.
+        self.starting_versions &= {UPDATES}
         for number, update in self.updates.items():
             model.serving[number].instances.retire(update.added)
         if not model.serving:

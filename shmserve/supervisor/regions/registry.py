@@ -196,9 +196,8 @@ class RegionRegistry:
             elif verb == KEEP:
                 for region in self._kept.restore({kept_as: fds}, self._opener.readmit):
                     if existing := self._active.get(region.name):
-                        existing.kept_as = max(
-                            existing.kept_as, kept_as
-                        )  # both servers of the handover choose the larger name
+                        # Both servers of the handover choose the larger name.
+                        existing.kept_as = max(existing.kept_as, kept_as)
                         self._opener.close(region)
                     else:
                         await self._activate(region)
@@ -345,9 +344,9 @@ class RegionRegistry:
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
 
-        The call returns when no gateway accepts the name in new requests. A region in use stays
-        mapped until the last request that uses it has finished. A name is ignored if it is unknown,
-        if another user owns it, or if its memory is not of the kind that `cuda` selects.
+        While requests use a region, it stays usable, also for new requests. If no request uses it,
+        the call returns when no gateway accepts the name any more. A name is ignored if it is
+        unknown, if another user owns it, or if its memory is not of the kind that `cuda` selects.
         """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []

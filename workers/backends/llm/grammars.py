@@ -179,7 +179,8 @@ def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     node: Any = root
     for part in reference.split("/")[1:]:
         if isinstance(node, list):
-            node = dict(enumerate(node)).get(int(part)) if part.isdecimal() else None
+            index = int(part) if part.isdecimal() and len(part) < 10 else len(node)
+            node = node[index] if index < len(node) else None
         else:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             node = node.get(name) if isinstance(node, dict) else None

@@ -227,6 +227,11 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
     "items": ({"properties": {"a": {"items": "string"}}}, "a.items: 'string' is not a schema"),
     "alternatives": ({"anyOf": []}, r"anyOf: \[\] is not a list of schemas"),
     "an alternative": ({"anyOf": [{}, {"type": "no"}]}, r"anyOf\[1\].type: 'no' is not"),
+    "index of a reference": ({"anyOf": [{"$ref": "#/anyOf/7"}]}, r"anyOf\[0\].\$ref: .* is not"),
+    "digits of a reference": (
+        {"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]},
+        r"anyOf\[0\].\$ref: .* is not",
+    ),
     "reference": ({"properties": {"a": {"$ref": "#/$defs/B"}}}, r"a.\$ref: '#/\$defs/B' is not"),
     "pattern": ({"properties": {"a": {"pattern": 3}}}, "a.pattern: 3 is not a string"),
     "definition": ({"$defs": {"A": 3}}, r"\$defs.A: 3 is not a schema"),
