@@ -34,7 +34,7 @@ class Asked(GatewayRequest):
 
     heard: list[Any] = field(default_factory=list)
 
-    def responded(self, message: Any) -> None:
+    def handle_response(self, message: Any) -> None:
         self.heard.append(message)
 
 
@@ -214,7 +214,7 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> 
         elif end == "lost":
             assert isinstance(future.exception(), Unavailable)
         await asyncio.sleep(0)
-        assert not rig.schedulers._reports
+        assert not rig.schedulers._pending_statistics
 
     run(tmp_path, story)
 

@@ -84,7 +84,7 @@ def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
     for model in models:
         table.publish(model)
     payload = {"names": {"asleep": ["night"], "a": ["stale"]}}
-    supervisor = SimpleNamespace(ask=AsyncMock(return_value=payload))
+    supervisor = SimpleNamespace(send_request=AsyncMock(return_value=payload))
     settings = GatewaySettings(served_names=served)
     return SimpleNamespace(models=table, settings=settings, supervisor=supervisor)
 
@@ -119,7 +119,7 @@ def test_served_names_precede_a_models_own() -> None:
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
-    ask = gateway.supervisor.ask
+    ask = gateway.supervisor.send_request
     assert resolve_alias(gateway, "night") == "night" and not ask.called
     gateway.models.on_demand |= {"asleep", "a"}
     for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
