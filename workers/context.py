@@ -13,12 +13,17 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.ipc.trace import TraceContext
-from shmserve.workers.batch.request import Copied
+from shmserve.workers.batch.request import CopyCounter
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
-from shmserve.workers.memory.device_memory import DeviceMemory, free_cached, lost, out_of_memory
+from shmserve.workers.memory.device_memory import (
+    DeviceMemory,
+    free_cached_memory,
+    is_device_lost,
+    is_out_of_memory,
+)
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.user_code import in_words
+from shmserve.workers.user_code import describe_error
 
 
 @dataclass(slots=True)
@@ -45,7 +50,7 @@ class ModelContext(WorkerStart):
         workspace: Leases of the device's shared workspace.
         stopwatch: The timestamps within an execution that only the backend can take.
         device_memory: The memory of clients and other processes on devices.
-        copied: The counter of copied bytes of tensors.
+        copy_counter: The counter of copied bytes of tensors.
         spans: The spans of the model's calls of other models since the last batch, encoded as in
             ipc/trace.py.
 
@@ -60,7 +65,7 @@ class ModelContext(WorkerStart):
     workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
-    copied: Copied = field(default_factory=Copied)
+    copy_counter: CopyCounter = field(default_factory=CopyCounter)
     spans: list[bytes] = field(default_factory=list)
 
     @property
@@ -68,18 +73,19 @@ class ModelContext(WorkerStart):
         """Return the folder of the version's files: model_dir/version."""
         return self.model_dir / self.version
 
-    def model_file(self, names: Iterable[str], shown: str) -> Path:
+    def model_file(self, names: Iterable[str], display_name: str) -> Path:
         """Return the first of the files `names` that exists in the version folder.
 
         Raises:
-            Unavailable: None of the files exists; the message names `shown`.
+            Unavailable: None of the files exists; the message names `display_name`.
         """
         for name in names:
             path = self.version_dir / name
             if path.exists():
                 return path
         raise Unavailable(
-            f"unable to find '{self.version}/{shown}' for model instance '{self.instance_name}'"
+            f"unable to find '{self.version}/{display_name}' for model instance "
+            f"'{self.instance_name}'"
         )
 
 
@@ -100,7 +106,9 @@ class WrongCount(Exception):
 def is_models_own(error: BaseException) -> bool:
     """Check whether an error is the model's, not one of the server, memory or device."""
     return not (
-        isinstance(error, ShmserveError | WrongCount) or lost(error) or out_of_memory(error)
+        isinstance(error, ShmserveError | WrongCount)
+        or is_device_lost(error)
+        or is_out_of_memory(error)
     )
 
 
@@ -121,19 +129,22 @@ def client_error(
     if isinstance(error, ShmserveError):
         return error
     model = context.model_name
-    failed = f"Failed to process the request(s) for model '{context.instance_name}', message:"
+    prefix = f"Failed to process the request(s) for model '{context.instance_name}', message:"
     if isinstance(error, WrongCount):
-        return Internal(f"{failed} {error}")
-    ids = {}
+        return Internal(f"{prefix} {error}")
+    log_fields = {}
     if work is not None:
-        ids = {"request_id": work.request_id, "trace_id": TraceContext.of(work.trace).trace_id}
-    logger.error("model '%s' failed", model, exc_info=error, extra=ids)
-    if lost(error):
+        log_fields = {
+            "request_id": work.request_id,
+            "trace_id": TraceContext.of(work.trace).trace_id,
+        }
+    logger.error("model '%s' failed", model, exc_info=error, extra=log_fields)
+    if is_device_lost(error):
         raise error
-    if out_of_memory(error):
-        free_cached()
+    if is_out_of_memory(error):
+        free_cached_memory()
         return Unavailable(
             f"there is not enough memory on device '{context.device}' for model '{model}' to run "
             "this request"
         )
-    return Internal(f"{failed} {in_words(error)}")
+    return Internal(f"{prefix} {describe_error(error)}")

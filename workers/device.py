@@ -32,7 +32,7 @@ _ALIGNMENT = 64  # torch's alignment of tensors in bytes, for vector instruction
 class Device:
     """A compute device; this class is the CPU, which uses tensors in host memory without a copy."""
 
-    remote = False  # whether tensors must be copied to and from the device
+    needs_copies = False  # whether tensors must be copied to and from the device
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,9 +45,9 @@ class Device:
 
     def host_buffer(self, byte_size: int) -> memoryview:
         """Return writable host memory from which copies to the device are fast."""
-        memory = np.empty(byte_size + _ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        return memory[start : start + byte_size].data
+        padded = np.empty(byte_size + _ALIGNMENT, np.uint8)
+        start = -padded.ctypes.data % _ALIGNMENT
+        return padded[start : start + byte_size].data
 
     def put(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device. The tensor must not change until `synchronize`."""
@@ -64,7 +64,7 @@ class Device:
 class Accelerator(Device):
     """A device with memory of its own."""
 
-    remote = True
+    needs_copies = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -78,8 +78,8 @@ class Accelerator(Device):
 
     def host_buffer(self, byte_size: int) -> memoryview:
         torch = self._torch
-        pinned = torch.empty(byte_size, dtype=torch.uint8, pin_memory=True)
-        return memoryview(pinned.numpy())
+        buffer = torch.empty(byte_size, dtype=torch.uint8, pin_memory=True)
+        return memoryview(buffer.numpy())
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -88,9 +88,9 @@ class Accelerator(Device):
         if tensor.device.type == "cpu":
             return tensor
         # torch keeps freed pinned blocks, so this costs an allocation once.
-        host = self._torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        fetched: Tensor = host.copy_(tensor, non_blocking=True)
-        return fetched
+        host_tensor = self._torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy: Tensor = host_tensor.copy_(tensor, non_blocking=True)
+        return copy
 
     def synchronize(self) -> None:
         self._torch.accelerator.synchronize()
@@ -129,12 +129,12 @@ def open_device(name: str) -> Device:
         raise InvalidArgument(f"'{name}' is not a device")
     torch = import_torch(f"device '{name}'")
     _import_support(kind, name)
-    current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None or current.type != kind:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != kind:
         raise Unavailable(f"device '{name}' is not available: torch finds no {kind} on this host")
-    count = torch.accelerator.device_count()
-    if int(number) >= count:
-        raise Unavailable(f"device '{name}' is not available: this host has {count}")
+    device_count = torch.accelerator.device_count()
+    if int(number) >= device_count:
+        raise Unavailable(f"device '{name}' is not available: this host has {device_count}")
     return Accelerator(name)
 
 
@@ -144,8 +144,8 @@ def accelerator_kind() -> str:
     for package in _PACKAGES.values():
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
-    current = torch.accelerator.current_accelerator()
-    return "cuda" if current is None else str(current.type)
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else str(accelerator.type)
 
 
 def _import_support(kind: str, name: str) -> None:
@@ -196,7 +196,7 @@ def preload_operations() -> None:
 
     image, kernels = torch.zeros(1, 3, 8, 8), torch.zeros(4, 3, 3, 3)
     rows, weights = torch.zeros(2, 64), torch.zeros(64, 64)
-    threads = torch.get_num_threads()
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     # A build of torch may lack an operation.
     with contextlib.suppress(RuntimeError), torch.inference_mode():
@@ -208,7 +208,7 @@ def preload_operations() -> None:
         functional.layer_norm(rows, (64,))
         torch.softmax(rows, 1)
         (rows * 2 + 1).sum()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(thread_count)
 
 
 @functools.cache

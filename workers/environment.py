@@ -33,25 +33,25 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 
 _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
-_OLDEST = (3, 11)
+_OLDEST_PYTHON = (3, 11)
 _OLDEST_NUMPY = (1, 26)
-_PATIENCE_S = 60.0
+_PROBE_TIMEOUT_S = 60.0
 # Runs in any version of Python 3. Site packages may print lines before the last one.
-_PROBE = """
+_PROBE_SCRIPT = """
 import json, sys
 sys.path += sys.argv[1:]
 try:
     import numpy
-    found = numpy.__version__
+    numpy_version = numpy.__version__
 except BaseException as error:
-    found = type(error).__name__
-print("\\n" + json.dumps([list(sys.version_info[:3]), found]))
+    numpy_version = type(error).__name__
+print("\\n" + json.dumps([list(sys.version_info[:3]), numpy_version]))
 """
 # The environment may contain a different version of shmserve.
-_BOOT = """
+_BOOT_SCRIPT = """
 import importlib.util, sys
-fd, package, *behind = sys.argv[1:]
-sys.path += behind
+fd, package, *server_folders = sys.argv[1:]
+sys.path += server_folders
 spec = importlib.util.spec_from_file_location("shmserve", package)
 sys.modules["shmserve"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -66,88 +66,113 @@ def enter(start: WorkerStart) -> None:
     Raises:
         InvalidArgument: The environment cannot be used; the message has the remedy.
     """
-    python = _checked(_interpreter(_located(start), endpoints.environments(start.run_dir)))
+    python = _check_interpreter(
+        _find_interpreter(_locate_environment(start), endpoints.environments(start.run_dir))
+    )
     root = str(python.parent.parent)
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    kind = "VIRTUAL_ENV" if os.path.exists(f"{root}/pyvenv.cfg") else "CONDA_PREFIX"
-    variables |= {kind: root, "PATH": f"{root}/bin:{os.environ.get('PATH', os.defpath)}"}
+    root_variable = "VIRTUAL_ENV" if os.path.exists(f"{root}/pyvenv.cfg") else "CONDA_PREFIX"
+    variables |= {root_variable: root, "PATH": f"{root}/bin:{os.environ.get('PATH', os.defpath)}"}
     with open(os.memfd_create("shmserve-start", 0), "w+b", closefd=False) as file:
         file.write(encode_start(replace(start, environment="")))
         file.flush()
         package = str(Path(errors.__file__).resolve().with_name("__init__.py"))
-        arguments = [str(python), "-I", "-c", _BOOT, str(file.fileno()), package, *_own_packages()]
+        arguments = [
+            str(python),
+            "-I",
+            "-c",
+            _BOOT_SCRIPT,
+            str(file.fileno()),
+            package,
+            *_server_package_folders(),
+        ]
         os.execve(python, arguments, variables)
 
 
-def _located(start: WorkerStart) -> Path:
+def _locate_environment(start: WorkerStart) -> Path:
     setting = start.environment.replace(_MODEL_DIRECTORY, str(start.model_dir))
     folders = (start.model_dir / start.version, start.model_dir, Path.cwd())
     for folder in folders:
         path = folder / os.path.expanduser(setting)
         if path.exists():
             return path
-    text = f"environment '{setting}' does not exist (a relative path is looked up in the folders of"
-    raise InvalidArgument(f"{text} the version and the model, and in the server's)")
+    problem = (
+        f"environment '{setting}' does not exist (a relative path is looked up in the folders of"
+    )
+    raise InvalidArgument(f"{problem} the version and the model, and in the server's)")
 
 
-def _own_packages() -> Iterator[str]:
+def _server_package_folders() -> Iterator[str]:
     """Yield the folders of the server's packages, without those of the standard library."""
-    stdlib = sysconfig.get_path("stdlib")
+    stdlib_folder = sysconfig.get_path("stdlib")
     yield str(Path(errors.__file__).resolve().parent.parent)
     for path in sys.path:
-        if path and path not in (stdlib, f"{stdlib}/lib-dynload") and os.path.isdir(path):
+        if (
+            path
+            and path not in (stdlib_folder, f"{stdlib_folder}/lib-dynload")
+            and os.path.isdir(path)
+        ):
             yield path
 
 
-def _interpreter(path: Path, copies: Path) -> Path:
-    """Return the interpreter in a folder, or in an archive that is unpacked below `copies`."""
+def _find_interpreter(path: Path, copies_folder: Path) -> Path:
+    """Return the interpreter in a folder, or in an archive, unpacked below `copies_folder`."""
     if path.name.startswith("python") and path.is_file() and os.access(path, os.X_OK):
         return path.absolute()
-    root = path.absolute() if path.is_dir() else _unpacked(path, copies)
+    root = path.absolute() if path.is_dir() else _unpack_once(path, copies_folder)
     # Standalone builds of Python are packed with the folder that contains `bin`.
-    below = list(root.iterdir())
-    for folder in [root, *below] if len(below) == 1 else [root]:
+    children = list(root.iterdir())
+    for folder in [root, *children] if len(children) == 1 else [root]:
         for python in (folder / "bin" / "python3", folder / "bin" / "python"):
             if python.exists():
                 return python
             if python.is_symlink():
-                text = f"environment '{path}': {python.name} is a link to '{os.readlink(python)}',"
-                raise InvalidArgument(f"{text} which is missing: install it, or use conda-pack")
+                problem = (
+                    f"environment '{path}': {python.name} is a link to '{os.readlink(python)}',"
+                )
+                raise InvalidArgument(f"{problem} which is missing: install it, or use conda-pack")
     raise InvalidArgument(
         f"environment '{path}' has no bin/python: name the folder of an environment (python -m venv"
         " or conda create), or an archive of one that conda-pack or venv-pack has made"
     )
 
 
-def _checked(python: Path) -> Path:
-    """Return the interpreter, whose version and packages a worker can use."""
-    where = f"environment '{python.parent.parent}'"
+def _check_interpreter(python: Path) -> Path:
+    """Return the interpreter, after checking that a worker can use its version and packages."""
+    subject = f"environment '{python.parent.parent}'"
     try:
-        ended = subprocess.run(
-            [python, "-I", "-c", _PROBE, *_own_packages()],
+        completed = subprocess.run(
+            [python, "-I", "-c", _PROBE_SCRIPT, *_server_package_folders()],
             capture_output=True,
-            timeout=_PATIENCE_S,
+            timeout=_PROBE_TIMEOUT_S,
         )
-        version, numpy = json.loads(ended.stdout.splitlines()[-1])
+        version, numpy_version = json.loads(completed.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InvalidArgument(f"{where}: {python.name} cannot be run: {error}") from None
+        raise InvalidArgument(f"{subject}: {python.name} cannot be run: {error}") from None
     except (IndexError, ValueError):
-        last_line = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        text = (
-            f"{where}: {python.name} ended with status {ended.returncode} at its start: {last_line}"
+        last_line = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        message = (
+            f"{subject}: {python.name} ended with status {completed.returncode} at its start: "
+            f"{last_line}"
         )
-        raise InvalidArgument(text) from None
-    shown, oldest = ".".join(map(str, version)), ".".join(map(str, _OLDEST))
-    if tuple(version) < _OLDEST:
-        text = f"{where} has Python {shown}, and a worker needs {oldest} or later: create the"
-        raise InvalidArgument(f"{text} environment with a later Python")
-    release = tuple(map(int, re.findall(r"\d+", numpy)[:2]))
-    if release < _OLDEST_NUMPY:
-        problem = f"has numpy {numpy}" if release else f"has no numpy for its Python {shown}"
-        needed = ".".join(map(str, _OLDEST_NUMPY))
+        raise InvalidArgument(message) from None
+    version_text, oldest_text = ".".join(map(str, version)), ".".join(map(str, _OLDEST_PYTHON))
+    if tuple(version) < _OLDEST_PYTHON:
         raise InvalidArgument(
-            f"{where} {problem}, and a worker needs {needed} or later: install it there"
-            f" ('{python} -m pip install \"numpy>={needed}\"'; pack an archive again)"
+            f"{subject} has Python {version_text}, and a worker needs {oldest_text} or later: "
+            "create the environment with a later Python"
+        )
+    release = tuple(map(int, re.findall(r"\d+", numpy_version)[:2]))
+    if release < _OLDEST_NUMPY:
+        problem = (
+            f"has numpy {numpy_version}"
+            if release
+            else f"has no numpy for its Python {version_text}"
+        )
+        oldest_numpy = ".".join(map(str, _OLDEST_NUMPY))
+        raise InvalidArgument(
+            f"{subject} {problem}, and a worker needs {oldest_numpy} or later: install it there"
+            f" ('{python} -m pip install \"numpy>={oldest_numpy}\"'; pack an archive again)"
         )
     return python
 
@@ -155,28 +180,30 @@ def _checked(python: Path) -> Path:
 # --- archives
 
 
-def _unpacked(archive: Path, copies: Path) -> Path:
+def _unpack_once(archive: Path, copies_folder: Path) -> Path:
     """Return the folder with the contents of an archive, which this process keeps locked."""
     status = archive.stat()
-    key = f"{archive.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
-    copy = copies / hashlib.sha256(os.fsencode(key)).hexdigest()[:16]
+    copy_key = f"{archive.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
+    copy = copies_folder / hashlib.sha256(os.fsencode(copy_key)).hexdigest()[:16]
     try:
-        copies.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        os.set_inheritable(lock, True)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        copies_folder.mkdir(mode=0o700, exist_ok=True)
+        copy_lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        os.set_inheritable(copy_lock, True)
+        fcntl.flock(copy_lock, fcntl.LOCK_SH)
         with copy.with_suffix(".turn").open(
             "w"
-        ) as turn:  # of the workers that start together, one unpacks the archive
-            fcntl.flock(turn, fcntl.LOCK_EX)
+        ) as unpack_lock:  # one of the workers that start together unpacks the archive
+            fcntl.flock(unpack_lock, fcntl.LOCK_EX)
             if not copy.is_dir():
-                part = copy.with_suffix(".part")
-                shutil.rmtree(part, ignore_errors=True)
-                _extract(archive, part)
-                part.rename(copy)
+                partial_copy = copy.with_suffix(".part")
+                shutil.rmtree(partial_copy, ignore_errors=True)
+                _extract(archive, partial_copy)
+                partial_copy.rename(copy)
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        text = f"environment '{archive}' cannot be unpacked to '{copies}': {error} (--run-dir names"
-        raise InvalidArgument(f"{text} a folder on a disk with free space)") from None
+        raise InvalidArgument(
+            f"environment '{archive}' cannot be unpacked to '{copies_folder}': {error} (--run-dir "
+            "names a folder on a disk with free space)"
+        ) from None
     return copy
 
 
@@ -187,20 +214,20 @@ def _extract(archive: Path, root: Path) -> None:
     written through one. Only the interpreter of a virtual environment may be a link to the outside.
     """
     links: list[tuple[Path, str]] = []
-    with tarfile.open(archive) as packed:
-        for member in packed:
-            path = _inside(root, member.name)
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = _path_inside(root, member.name)
             path.parent.mkdir(parents=True, exist_ok=True)
             if member.isdir():
                 path.mkdir(exist_ok=True)
             elif member.issym():
-                outside = os.path.relpath(path.parent / member.linkname, root).startswith("..")
-                if outside and not re.fullmatch(r"(.*/)?bin/python[\d.]*", member.name):
+                is_outside = os.path.relpath(path.parent / member.linkname, root).startswith("..")
+                if is_outside and not re.fullmatch(r"(.*/)?bin/python[\d.]*", member.name):
                     raise tarfile.TarError(f"'{member.name}' is a link to a file outside")
                 links.append((path, member.linkname))
             elif member.islnk():
-                os.link(_inside(root, member.linkname), path, follow_symlinks=False)
-            elif (content := packed.extractfile(member)) is not None:
+                os.link(_path_inside(root, member.linkname), path, follow_symlinks=False)
+            elif (content := tar.extractfile(member)) is not None:
                 with path.open("wb") as file:
                     shutil.copyfileobj(content, file)
                 path.chmod(member.mode & 0o755 | 0o600)
@@ -213,7 +240,7 @@ def _extract(archive: Path, root: Path) -> None:
         path.symlink_to(target)
 
 
-def _inside(root: Path, name: str) -> Path:
+def _path_inside(root: Path, name: str) -> Path:
     path = os.path.normpath(name.lstrip("/"))
     if path.split("/")[0] == "..":
         raise tarfile.TarError(f"'{name}' is outside of the archive")

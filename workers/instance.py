@@ -38,17 +38,17 @@ from shmserve.workers.sequences import SequenceExecutor
 logger = logging.getLogger(__name__)
 
 
-def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Iterator[Request]:
+def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Iterator[Request]:
     """Yield the requests of a warm-up sample.
 
     Raises:
         InvalidArgument: The sample does not fit the model.
     """
-    sent = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
+    client_tensors = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
     # Controls of sequences, which no client sends, have the values of the sample.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
-    signature.check("", sent, ())
-    schema, data = pack_inference(Inference(tuple(sent)))
+    signature.check("", client_tensors, ())
+    schema, data = pack_inference(Inference(tuple(client_tensors)))
     for key in range(1, sample.batch_size + 1):
         request = unpacker.request(Work(key, 0, schema, data))
         for tensor in controls:
@@ -64,31 +64,37 @@ class WorkerInstance:
     def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
         self._backend = backend
-        self._memory = context.output_memory
-        self._messages: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
+        self._output_memory = context.output_memory
+        self._handlers: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
         self.link = InstanceLink(
-            context.control, context.index, os.getpid(), self._read, served=self._messages.keys()
+            context.control,
+            context.index,
+            os.getpid(),
+            self._handle_released,
+            loop_messages=self._handlers.keys(),
         )
         self._metrics = MetricsReports(backend.metrics, self.link)
-        backend.report_metrics_by(self._metrics.changed)
+        backend.report_metrics_by(self._metrics.report_change)
         signature = Signature(config, context.version)
-        unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        strict = (backend.strict_outputs, backend.strict_shapes)
-        scatterer = Scatterer(signature, context, *strict, not config.decoupled)
+        unpacker = Unpacker(
+            signature, context.mappings, context.copy_counter, backend.device_inputs
+        )
+        strictness = (backend.strict_outputs, backend.strict_shapes)
+        scatterer = Scatterer(signature, context, *strictness, not config.decoupled)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)
         padding = signature.padding
-        padder = None if padding is None else Padder(padding, signature, context.copied)
-        args = (context, backend, unpacker, self._writer, config.decoupled, padder)
+        padder = None if padding is None else Padder(padding, signature, context.copy_counter)
+        executor_args = (context, backend, unpacker, self._writer, config.decoupled, padder)
         self._executor = (
-            SequenceExecutor(*args, config)
+            SequenceExecutor(*executor_args, config)
             if config.sequence_batching is not None
-            else Executor(*args)
+            else Executor(*executor_args)
         )
         self._samples = warmup_samples(config, context.model_dir)
         self._signature, self._unpacker = signature, unpacker
-        served = backend.serve(self._writer, unpacker) or self._executor.messages()
-        self._messages.update(served)
-        self._live = 1  # requests in flight in all instances when the last batch was sent
+        handlers = backend.serve(self._writer, unpacker) or self._executor.handlers()
+        self._handlers.update(handlers)
+        self._in_flight = 1  # requests in flight in all instances when the last batch was sent
         self._busy_poll = BusyPoll()
 
     def warm_up(self) -> None:
@@ -98,20 +104,24 @@ class WorkerInstance:
             Internal: A request has failed; the text is Triton's.
         """
         context = self._context
-        where = f"model '{context.model_name}' instance {context.instance_name}"
+        instance_text = f"model '{context.model_name}' instance {context.instance_name}"
         for sample in self._samples:
             name = sample.name
             for n in range(1, sample.count + 1):
-                logger.debug("%s is running warmup sample '%s' for iteration %d", where, name, n)
+                logger.debug(
+                    "%s is running warmup sample '%s' for iteration %d", instance_text, name, n
+                )
                 try:
-                    requests = list(_requests(sample, self._signature, self._unpacker))
+                    requests = list(_warmup_requests(sample, self._signature, self._unpacker))
                     errors = self._executor.rehearse(requests)
                 except ShmserveError as error:
                     errors = [error]
                 if errors:
-                    logger.debug("%s failed to run warmup sample '%s'", where, name)
-                    failed = f"failed to run warmup sample '{name}'"
-                    raise Internal("".join(f"{failed}: {error.message}; " for error in errors))
+                    logger.debug("%s failed to run warmup sample '%s'", instance_text, name)
+                    failure_text = f"failed to run warmup sample '{name}'"
+                    raise Internal(
+                        "".join(f"{failure_text}: {error.message}; " for error in errors)
+                    )
 
     def run(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
@@ -131,17 +141,17 @@ class WorkerInstance:
             if self._writer.abandoned:
                 self._writer.end_abandoned()
             if not self.link.commands:
-                timeout_s = self._metrics.between_batches()
+                timeout_s = self._metrics.send_if_due()
             self.serve_commands()
 
     def serve_commands(self) -> None:
         """Execute the commands received from the scheduler."""
         while self.link.commands:
             message, requests = self.link.commands.popleft()
-            self._live = getattr(message, "live", self._live)
-            answer = self._messages[type(message)](message, requests)
-            if answer is not None:
-                self.hand_over(answer)
+            self._in_flight = getattr(message, "live", self._in_flight)
+            reply = self._handlers[type(message)](message, requests)
+            if reply is not None:
+                self.send_reply(reply)
 
     def _handle(self, message: Any) -> None:
         """Handle a message of the supervisor."""
@@ -156,30 +166,32 @@ class WorkerInstance:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=number):
                 # In a thread, because the check may take long and batches continue.
-                ask = threading.Thread(target=self._check_ready, args=(number,), daemon=True)
-                ask.start()
+                check_thread = threading.Thread(
+                    target=self._check_ready, args=(number,), daemon=True
+                )
+                check_thread.start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.drop(memory_id)
             case ProcessExited(process=pid):
                 with self.link.lock:
                     context.mappings.drop_process(pid)
-                    self._memory.exited(pid)
+                    self._output_memory.record_exit(pid)
                     if not self.link.connected:
-                        self._memory.drop_exited()
+                        self._output_memory.drop_exited()
             case BaseException():
                 raise message  # a thread of the model has detected the loss of the device
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
-    def _read(self, message: ReleaseOutputs | ReaderExited) -> None:
+    def _handle_released(self, message: ReleaseOutputs | ReaderExited) -> None:
         match message:
             case ReleaseOutputs(client_pid=pid, offsets=offsets, memory=memory):
                 # The message may concern a predecessor with the same pid.
-                if memory == self._memory.id:
-                    self._memory.release(pid, offsets)
+                if memory == self._output_memory.id:
+                    self._output_memory.release(pid, offsets)
             case ReaderExited(pid=pid):
-                self._memory.drop_reader(pid)
+                self._output_memory.drop_reader(pid)
 
     def _check_ready(self, number: int) -> None:
         ready = False
@@ -191,34 +203,34 @@ class WorkerInstance:
 
     def _wait(self, timeout_s: float | None) -> bool:
         """Wait as `SupervisorLink.wait` does, after polling for a while if that pays."""
-        control, live = self._context.control, self._live
-        began_ns = time.monotonic_ns()
+        control, in_flight = self._context.control, self._in_flight
+        start_ns = time.monotonic_ns()
         is_readable = False
         # Polling would keep the GIL from the threads of the model.
-        if not self.link.has_open and self._busy_poll.pays[live > 0]:
-            until_ns = began_ns + SPIN_NS
-            while not is_readable and not control.inbox and time.monotonic_ns() < until_ns:
+        if not self.link.has_open_requests and self._busy_poll.pays[in_flight > 0]:
+            poll_end_ns = start_ns + SPIN_NS
+            while not is_readable and not control.inbox and time.monotonic_ns() < poll_end_ns:
                 os.sched_yield()
                 is_readable = control.wait(0.0)
         if not is_readable and not control.inbox:
             is_readable = control.wait(timeout_s)
-        self._busy_poll.observe(live, time.monotonic_ns() - began_ns)
+        self._busy_poll.observe(in_flight, time.monotonic_ns() - start_ns)
         return is_readable
 
     def attach(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         self.link.attach(endpoint)
         with self.link.lock:
-            self._memory.drop_exited()
-        self._executor.attached()
+            self._output_memory.drop_exited()
+        self._executor.on_scheduler_change()
         self._metrics.attach()
         self.link.flush()
 
-    def hand_over(self, answer: Any) -> None:
+    def send_reply(self, reply: Any) -> None:
         """Send an answer; release its output memory if it cannot be sent."""
         with self.link.lock:
-            self._metrics.before_responses()
-            if self.link.send(answer):
-                self._memory.delivered()
+            self._metrics.post_changes()
+            if self.link.send(reply):
+                self._output_memory.mark_sent()
             else:
-                self._memory.undelivered()
+                self._output_memory.free_unsent()

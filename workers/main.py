@@ -43,18 +43,23 @@ from shmserve.ipc.processes import end_sooner, name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.backends.python.execution import thread_ended
+from shmserve.workers.backends.python.execution import log_thread_exception
 from shmserve.workers.instance import WorkerInstance
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences import read_states
-from shmserve.workers.user_code import in_words, own_frames, own_place, source_location
+from shmserve.workers.user_code import (
+    describe_error,
+    model_traceback,
+    source_location,
+    traceback_line,
+)
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 # A worker has the most memory, and its death affects only the requests that it executes.
 OOM_SCORE_ADJ = 400
 
@@ -66,20 +71,20 @@ def resume(fd: int) -> None:
         run(file.read())
 
 
-def run(data: bytes) -> None:
-    """Run a worker; `data` is an encoded `WorkerStart`. Return when the process should exit."""
-    start = decode_start(WorkerStart, data)
+def run(start_record: bytes) -> None:
+    """Run a worker until its process should exit; `start_record` is an encoded `WorkerStart`."""
+    start = decode_start(WorkerStart, start_record)
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
-    refusal: ShmserveError | None = None
+    environment_error: ShmserveError | None = None
     if start.environment:
         try:
             environment.enter(start)
         except ShmserveError as error:
-            refusal = error
+            environment_error = error
     stacks_fd = _set_signals()
-    threading.excepthook = thread_ended
-    device = _device(start.device)
+    threading.excepthook = log_thread_exception
+    device = _torch_device_name(start.device)
     name_process(f"worker {model}.{index} {device}")
     end_sooner(OOM_SCORE_ADJ)
     _limit_threads(start.threads)
@@ -90,22 +95,22 @@ def run(data: bytes) -> None:
     control = SupervisorLink(Dealer(endpoints.control(start.run_dir), identity))
     try:
         control.send(WorkerStarted(pid, stacks_fd))
-        context = _context(start, device, control)
-        _Worker(context, refusal).run()
+        context = _create_context(start, device, control)
+        _Worker(context, environment_error).run()
     finally:
         # The last messages, such as the reason of a failed load, should still arrive.
-        control.close(_LAST_WORDS_S)
+        control.close(_CLOSE_TIMEOUT_S)
 
 
 @dataclass(eq=False)
 class _Worker:
     """The lifecycle of a worker before its instance serves.
 
-    `_refusal` is the reason why it cannot load.
+    `_environment_error` is the reason why it cannot load.
     """
 
     _context: ModelContext
-    _refusal: ShmserveError | None = None
+    _environment_error: ShmserveError | None = None
     _backend: Backend | None = None
     _instance: WorkerInstance | None = None
 
@@ -123,10 +128,10 @@ class _Worker:
                         self._unload()
                         return
                     case CompleteConfig(config=config):
-                        if not self._try(partial(self._complete, config)):
+                        if not self._run_or_report(partial(self._complete_config, config)):
                             return
                     case LoadInstance(config=config, endpoint=endpoint):
-                        if self._try(partial(self._load, config)):
+                        if self._run_or_report(partial(self._load, config)):
                             self._serve(endpoint)
                         return
                     case Attach() | MemoryDropped() | ProcessExited():
@@ -134,12 +139,12 @@ class _Worker:
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
 
-    def _complete(self, config: ModelSpec) -> None:
+    def _complete_config(self, config: ModelSpec) -> None:
         completed = self._make_backend(config).complete_config(config.source)
         self._control.send(ConfigCompleted(completed))
 
     def _load(self, config: ModelSpec) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         backend = self._make_backend(config)
         # Called early, because it raises if a data file cannot be read.
         read_states(config, self._context.model_dir)
@@ -150,12 +155,12 @@ class _Worker:
         # pages.
         gc.collect()
         gc.freeze()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         self._control.send(InstanceLoaded(seconds, backend.checks_ready, _device_byte_size()))
 
     def _make_backend(self, config: ModelSpec) -> Backend:
-        if self._refusal is not None:
-            raise self._refusal
+        if self._environment_error is not None:
+            raise self._environment_error
         if self._backend is None:
             self._backend = backends.find(config)(self._context)
         return self._backend
@@ -174,33 +179,33 @@ class _Worker:
             except BaseException:  # the process ends even if unloading fails
                 logger.exception("model '%s' failed to finalize", self._context.model_name)
 
-    def _try(self, step: Callable[[], None]) -> bool:
+    def _run_or_report(self, step: Callable[[], None]) -> bool:
         try:
             step()
         except ShmserveError as error:
             context = self._context
-            place = own_place(error.message, context.model_name, context.version_dir)
-            self._control.send(LoadFailed(error.code, error.message, place))
+            position = traceback_line(error.message, context.model_name, context.version_dir)
+            self._control.send(LoadFailed(error.code, error.message, position))
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             # The supervisor logs the failure, once for all instances.
             logger.debug("model '%s' failed to load", self._context.model_name, exc_info=True)
             folder = self._context.version_dir
-            text = in_words(error) + source_location(error, folder)
-            self._control.send(LoadFailed("INTERNAL", text, own_frames(error, folder)))
+            error_text = describe_error(error) + source_location(error, folder)
+            self._control.send(LoadFailed("INTERNAL", error_text, model_traceback(error, folder)))
         else:
             return True
         return False
 
 
-def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelContext:
+def _create_context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelContext:
     device_memory = DeviceMemory()
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
-    values = {field.name: getattr(start, field.name) for field in fields(start)}
+    start_fields = {field.name: getattr(start, field.name) for field in fields(start)}
     return ModelContext(
-        **(values | {"device": device}),
+        **(start_fields | {"device": device}),
         control=control,
         arena=arena,
         output_memory=OutputMemory(arena),
@@ -220,25 +225,25 @@ def _set_signals() -> int:
     faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
     # The supervisor decides when to exit. A handler, because child processes of a model would
     # inherit SIG_IGN.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _ignore)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, _ignore)
     return stacks_fd
 
 
-def _ignore(number: int, frame: object) -> None:
+def _ignore(signal_number: int, frame: object) -> None:
     pass
 
 
-def _limit_threads(count: int) -> None:
+def _limit_threads(thread_count: int) -> None:
     """Limit the threads of torch, even if only the model imports it."""
     torch = sys.modules.get("torch")
     if torch is None:
-        os.environ["OMP_NUM_THREADS"] = str(count)
+        os.environ["OMP_NUM_THREADS"] = str(thread_count)
     else:
-        torch.set_num_threads(count)
+        torch.set_num_threads(thread_count)
 
 
-def _device(name: str) -> str:
+def _torch_device_name(name: str) -> str:
     """Return torch's name of a device; "gpu:1" is the second accelerator of the host."""
     kind, _, number = name.partition(":")
     if kind != "gpu":

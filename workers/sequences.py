@@ -51,12 +51,12 @@ from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
-from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
+from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
 _END = "CONTROL_SEQUENCE_END"
-# The datatype of each pair [false, true], and its format for struct.
-_PAIRS = {
+# By the field with a control's values [false, true]: their datatype, and their format for `struct`.
+_CONTROL_FORMATS = {
     "int32_false_true": ("INT32", "<i"),
     "fp32_false_true": ("FP32", "<f"),
     "bool_false_true": ("BOOL", "<?"),
@@ -65,9 +65,13 @@ _PAIRS = {
 
 @record
 class ControlInput:
-    """A control input, with the bytes of its values for false and true.
+    """A control input of a sequence model.
 
-    A correlation id has neither.
+    Attributes:
+        name: The name of the input.
+        kind: The kind of the control, such as CONTROL_SEQUENCE_START.
+        datatype: The datatype.
+        values: The bytes of the input's element for false and for true; unused by a correlation id.
     """
 
     name: str
@@ -75,19 +79,19 @@ class ControlInput:
     datatype: str
     values: tuple[bytes, bytes] = (b"", b"")
 
-    def data(self, row: SequenceRow) -> bytes:
+    def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
         if self.kind == CORRELATION_ID:
-            return self._id(row)
-        ready = row.key != 0
+            return self._encode_id(row)
+        is_ready = row.key != 0
         states = {
-            _START: ready and row.flags & SEQUENCE_START,
-            _END: ready and row.flags & SEQUENCE_END,
-            _READY: ready,
+            _START: is_ready and row.flags & SEQUENCE_START,
+            _END: is_ready and row.flags & SEQUENCE_END,
+            _READY: is_ready,
         }
         return self.values[bool(states[self.kind])]
 
-    def _id(self, row: SequenceRow) -> bytes:
+    def _encode_id(self, row: SequenceRow) -> bytes:
         if self.datatype == "BYTES":
             text = row.correlation_text.encode()
             return struct.pack("<I", len(text)) + text
@@ -103,9 +107,9 @@ def read_controls(config: ModelSpec) -> list[ControlInput]:
         if control.kind == CORRELATION_ID:
             controls.append(ControlInput(name, control.kind, control.datatype))
             continue
-        for field, (datatype, packing) in _PAIRS.items():
-            if pair := getattr(control, field):
-                false, true = (struct.pack(packing, value) for value in pair)
+        for field_name, (datatype, struct_format) in _CONTROL_FORMATS.items():
+            if false_and_true := getattr(control, field_name):
+                false, true = (struct.pack(struct_format, value) for value in false_and_true)
                 controls.append(ControlInput(name, control.kind, datatype, (false, true)))
     return controls
 
@@ -117,14 +121,14 @@ def control_inputs(
     shape = (1, 1) if batched else (1,)
     return {
         control.name: Input(
-            control.name, control.datatype, shape, memoryview(bytearray(control.data(row)))
+            control.name, control.datatype, shape, memoryview(bytearray(control.encode(row)))
         )
         for control in controls
     }
 
 
-_FOLDER = "initial_state"
-_STRING_HEAD = 4  # bytes of the length prefix of a text
+_INITIAL_STATE_FOLDER = "initial_state"
+_LENGTH_PREFIX_BYTES = 4  # bytes of the length prefix of a text
 
 
 @record
@@ -146,7 +150,7 @@ class StateSpec:
 
 
 @record
-class _Value:
+class _StateValue:
     """A state of a sequence: `raw` is host bytes, or a flat tensor of uint8 on a device."""
 
     datatype: str
@@ -157,16 +161,16 @@ class _Value:
 class States:
     """The states of the sequences of one instance, by slot.
 
-    With `copies`, states are copied for a model that may write into its inputs.
+    With `copy_states`, states are copied for a model that may write into its inputs.
     """
 
-    def __init__(self, specs: list[StateSpec], copies: bool) -> None:
+    def __init__(self, specs: list[StateSpec], copy_states: bool) -> None:
         self._specs = specs
-        self._copies = copies
-        self._by_slot: dict[int, dict[str, _Value]] = {}
+        self._copy_states = copy_states
+        self._by_slot: dict[int, dict[str, _StateValue]] = {}
         self.outputs = tuple(spec.output_name for spec in specs)
 
-    def lend(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
+    def add_inputs(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
         """Add the states of a sequence to a request's inputs; return their shapes."""
         if not self._specs:
             return ()
@@ -177,14 +181,14 @@ class States:
             value = values.get(spec.input_name)
             if value is None:
                 raw = memoryview(bytearray(spec.initial))
-                value = values[spec.input_name] = _Value(spec.datatype, spec.shape, raw)
+                value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, raw)
             request.inputs[spec.input_name] = self._input(spec, value)
         request.states = self.outputs
         return tuple(values[spec.input_name].shape for spec in self._specs)
 
-    def _input(self, spec: StateSpec, value: _Value) -> Input:
+    def _input(self, spec: StateSpec, value: _StateValue) -> Input:
         raw = value.raw
-        if self._copies and not spec.same_buffer:
+        if self._copy_states and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
         return Input(
             spec.input_name,
@@ -208,10 +212,10 @@ class States:
         """Release the states of all sequences."""
         self._by_slot.clear()
 
-    def keep(self, row: SequenceRow, response: Response, returned: frozenset[str]) -> None:
+    def store(self, row: SequenceRow, response: Response, client_outputs: frozenset[str]) -> None:
         """Store the states of a response; the old value of a missing state is kept.
 
-        Outputs that are only states are removed, unless they are in `returned`.
+        Outputs that are only states are removed, unless they are in `client_outputs`.
         """
         if not self._specs or response.error is not None:
             return
@@ -220,48 +224,52 @@ class States:
         for spec in self._specs:
             output = outputs.get(spec.output_name)
             if output is not None:
-                values[spec.input_name] = _updated(values[spec.input_name], output)
+                values[spec.input_name] = _updated_value(values[spec.input_name], output)
         response.outputs = [
             output
             for output in response.outputs
-            if output.name not in self.outputs or output.name in returned
+            if output.name not in self.outputs or output.name in client_outputs
         ]
         response.states = []
 
 
-def _updated(value: _Value, output: Output) -> _Value:
-    data = output.data
-    shape = tuple(data.shape)
-    if isinstance(data, np.ndarray):
+def _updated_value(value: _StateValue, output: Output) -> _StateValue:
+    array = output.data
+    shape = tuple(array.shape)
+    if isinstance(array, np.ndarray):
         if output.datatype == "BYTES":
-            return _Value("BYTES", shape, memoryview(bytearray(encode_bytes(data))))
-        fresh = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+            return _StateValue("BYTES", shape, memoryview(bytearray(encode_bytes(array))))
+        new_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     else:
         import torch
 
-        fresh = data.detach().contiguous().reshape(-1).view(torch.uint8)
-        if fresh.device.type == "cpu":
-            fresh = fresh.numpy()
-    return _Value(output.datatype, shape, _stored(value.raw, fresh))
+        new_bytes = array.detach().contiguous().reshape(-1).view(torch.uint8)
+        if new_bytes.device.type == "cpu":
+            new_bytes = new_bytes.numpy()
+    return _StateValue(output.datatype, shape, _store_bytes(value.raw, new_bytes))
 
 
-def _stored(raw: Any, fresh: Any) -> Any:
+def _store_bytes(old_bytes: Any, new_bytes: Any) -> Any:
     """Return the new value of a state.
 
     It is copied into the existing buffer if it fits, otherwise into a buffer of its own.
     """
-    if isinstance(fresh, np.ndarray):
-        if not isinstance(raw, memoryview) or len(raw) != fresh.nbytes:
-            return memoryview(bytearray(fresh))
-        buffer = np.frombuffer(raw, np.uint8)
-        if buffer.ctypes.data != fresh.ctypes.data:
-            buffer[:] = fresh
-        return raw
-    if isinstance(raw, memoryview) or raw.nbytes != fresh.nbytes or raw.device != fresh.device:
-        return fresh.clone()
-    if raw.data_ptr() != fresh.data_ptr():
-        raw.copy_(fresh)
-    return raw
+    if isinstance(new_bytes, np.ndarray):
+        if not isinstance(old_bytes, memoryview) or len(old_bytes) != new_bytes.nbytes:
+            return memoryview(bytearray(new_bytes))
+        buffer = np.frombuffer(old_bytes, np.uint8)
+        if buffer.ctypes.data != new_bytes.ctypes.data:
+            buffer[:] = new_bytes
+        return old_bytes
+    if (
+        isinstance(old_bytes, memoryview)
+        or old_bytes.nbytes != new_bytes.nbytes
+        or old_bytes.device != new_bytes.device
+    ):
+        return new_bytes.clone()
+    if old_bytes.data_ptr() != new_bytes.data_ptr():
+        old_bytes.copy_(new_bytes)
+    return old_bytes
 
 
 def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
@@ -272,39 +280,39 @@ def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
     """
     batching = config.sequence_batching
     states = batching.state if batching is not None else ()
-    return [_spec(state, model_dir, config.max_batch_size > 0) for state in states]
+    return [_state_spec(state, model_dir, config.max_batch_size > 0) for state in states]
 
 
-def _spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
+def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
     datatype = state.datatype
-    start = (*state.initial_state, InitialState())[0]
-    shape = tuple(1 if dim == -1 else dim for dim in start.dims or state.dims)
-    size = element_count(shape) * (ITEM_SIZE[datatype] or _STRING_HEAD)
-    initial = bytes(size)
-    if start.data_file:
-        which = f"the data file of state '{state.input_name}'"
-        initial = read_data(
-            model_dir / _FOLDER,
-            start.data_file,
-            size if ITEM_SIZE[datatype] else None,
+    initial_state = (*state.initial_state, InitialState())[0]
+    shape = tuple(1 if dim == -1 else dim for dim in initial_state.dims or state.dims)
+    byte_size = element_count(shape) * (ITEM_SIZE[datatype] or _LENGTH_PREFIX_BYTES)
+    initial_bytes = bytes(byte_size)
+    if initial_state.data_file:
+        file_text = f"the data file of state '{state.input_name}'"
+        initial_bytes = read_data(
+            model_dir / _INITIAL_STATE_FOLDER,
+            initial_state.data_file,
+            byte_size if ITEM_SIZE[datatype] else None,
             setting="initial_state",
-            outside=f"{which} must lie in the model's folder '{_FOLDER}'",
-            unreadable=f"{which} cannot be read",
+            outside=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
+            unreadable=f"{file_text} cannot be read",
         )
     return StateSpec(
         state.input_name,
         state.output_name,
         datatype,
         (1, *shape) if batched else shape,
-        initial,
+        initial_bytes,
         state.use_same_buffer_for_input_output,
     )
 
 
-_NOTHING = pack_inference(Inference(()))
-_NOBODY = Work(0, 0, *_NOTHING)
-_NO_SCHEMA = RequestSchema(_NOTHING[0])
-_NO_ROW = SequenceRow(0, 0)
+_EMPTY_INFERENCE = pack_inference(Inference(()))
+_NULL_WORK = Work(0, 0, *_EMPTY_INFERENCE)
+_NULL_SCHEMA = RequestSchema(_EMPTY_INFERENCE[0])
+_NULL_ROW = SequenceRow(0, 0)
 
 
 @dataclass(eq=False)
@@ -313,7 +321,7 @@ class SequenceExecutor(Executor):
 
     _config: ModelSpec
 
-    _passes_over_cancelled = False
+    _skips_cancelled = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -326,20 +334,20 @@ class SequenceExecutor(Executor):
             read_states(config, self._context.model_dir), self._backend.read_only_inputs
         )
         # The outputs that are also sent to clients.
-        self._returned = frozenset(output.name for output in config.output)
+        self._client_outputs = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
-        self._keeps_rows = sequences is not None and sequences.oldest is None
-        self._largest_part = 1 << 63  # unlimited, because the rows of a batch run together
+        self._has_fixed_rows = sequences is not None and sequences.oldest is None
+        self._max_part_bytes = 1 << 63  # unlimited, because the rows of a batch run together
         self._rows: list[SequenceRow] = []
 
-    def messages(self) -> MessageTable:
-        return {**super().messages(), EndSequences: self._end}
+    def handlers(self) -> HandlerTable:
+        return {**super().handlers(), EndSequences: self._end_sequences}
 
-    def _end(self, message: EndSequences, _: list[WorkerRequest]) -> None:
+    def _end_sequences(self, message: EndSequences, _: list[WorkerRequest]) -> None:
         for slot in message.slots:
             self._states.release(slot)
 
-    def attached(self) -> None:
+    def on_scheduler_change(self) -> None:
         self._states.clear()
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
@@ -358,88 +366,106 @@ class SequenceExecutor(Executor):
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
             controls = control_inputs(self._controls, row, self._batched)
             request.inputs = controls | request.inputs
-            self._states.lend(request, row)
+            self._states.add_inputs(request, row)
         try:
             return super().rehearse(requests)
         finally:
             self._states.clear()
 
-    def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
-        by_key = {each.key: _Row(each, it) for each, it in zip(opened, requests, strict=True)}
-        by_shape: dict[Any, list[_Row]] = {}
+    def _run(self, open_requests: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
+        pairs = zip(open_requests, requests, strict=True)
+        by_key = {open_request.key: _RowRequest(open_request, it) for open_request, it in pairs}
+        by_shape: dict[Any, list[_RowRequest]] = {}
         for row in self._rows:
-            real = by_key.get(row.key)
-            if real is not None:
-                real.row = row
-                real.request.work = _identified(real.request.work, row)
-                real.request.inputs |= control_inputs(self._controls, row, self._batched)
-                shapes = self._states.lend(real.request, row)
-                by_shape.setdefault(shapes, []).append(real)
+            row_request = by_key.get(row.key)
+            if row_request is not None:
+                row_request.row = row
+                row_request.request.work = _with_ids(row_request.request.work, row)
+                row_request.request.inputs |= control_inputs(self._controls, row, self._batched)
+                shapes = self._states.add_inputs(row_request.request, row)
+                by_shape.setdefault(shapes, []).append(row_request)
         if self._decoupled:
-            each = [(real.opened, real.request) for real in by_key.values()]
-            return self._run_streams([ResponseStream(self._writer, *pair) for pair in each])
+            streams = [
+                ResponseStream(self._writer, row_request.open_request, row_request.request)
+                for row_request in by_key.values()
+            ]
+            return self._run_streams(streams)
         # States of other shapes cannot be in one batch.
-        return [reply for rows in by_shape.values() for reply in self._run_rows(rows)]
+        return [reply for group in by_shape.values() for reply in self._run_rows(group)]
 
-    def _run_rows(self, real: list[_Row]) -> list[Reply]:
-        requests = [each.request for each in real]
-        if self._keeps_rows:
-            requests = self._with_gaps(real)
+    def _run_rows(self, row_requests: list[_RowRequest]) -> list[Reply]:
+        requests = [row_request.request for row_request in row_requests]
+        if self._has_fixed_rows:
+            requests = self._with_null_rows(row_requests)
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            return [self._failed(each.opened, self._explain(error, each.request)) for each in real]
-        by_request = {id(request): each for request, each in zip(requests, responses, strict=True)}
+            return [
+                self._close_with_error(
+                    row_request.open_request, self._explain(error, row_request.request)
+                )
+                for row_request in row_requests
+            ]
+        by_request = {
+            id(request): response for request, response in zip(requests, responses, strict=True)
+        }
         with self._link.lock:
             self._link.pump()
-            replies = [self._respond(each, by_request[id(each.request)]) for each in real]
+            replies = [
+                self._respond(row_request, by_request[id(row_request.request)])
+                for row_request in row_requests
+            ]
             self._writer.scatterer.finish_writes()
         return replies
 
-    def _with_gaps(self, real: list[_Row]) -> list[Request]:
+    def _with_null_rows(self, row_requests: list[_RowRequest]) -> list[Request]:
         """Return the requests in their rows, with null rows before and between them."""
-        by_slot = {each.row.slot: each.request for each in real}
-        return [by_slot.get(row.slot) or self._null(real[0], row) for row in self._rows]
+        by_slot = {row_request.row.slot: row_request.request for row_request in row_requests}
+        return [
+            by_slot.get(row.slot) or self._null_request(row_requests[0], row) for row in self._rows
+        ]
 
-    def _null(self, like: _Row, row: SequenceRow) -> Request:
-        """Return a null row: a request without a client, with zeros in the shapes of `like`."""
+    def _null_request(self, template: _RowRequest, row: SequenceRow) -> Request:
+        """Return a null row: a request without a client, with zeros in the shapes of `template`."""
         inputs: dict[str, Input] = {}
-        for name, item in like.request.inputs.items():
-            size = ITEM_SIZE[item.datatype] or _STRING_HEAD
-            zeros = memoryview(bytearray(size * element_count(item.shape)))
-            inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
+        for name, source in template.request.inputs.items():
+            item_bytes = ITEM_SIZE[source.datatype] or _LENGTH_PREFIX_BYTES
+            zeros = memoryview(bytearray(item_bytes * element_count(source.shape)))
+            inputs[name] = Input(name, source.datatype, source.shape, zeros, None, source.model)
         inputs |= control_inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
-        null = Request(_NOBODY, _NO_SCHEMA, like.request.batch_size, inputs, {})
-        null.states = like.request.states
-        return null
+        null_request = Request(_NULL_WORK, _NULL_SCHEMA, template.request.batch_size, inputs, {})
+        null_request.states = template.request.states
+        return null_request
 
-    def _respond(self, each: _Row, response: Response) -> Reply:
-        opened, request = each.opened, each.request
-        self._states.keep(each.row, response, self._returned)
+    def _respond(self, row_request: _RowRequest, response: Response) -> Reply:
+        open_request, request = row_request.open_request, row_request.request
+        self._states.store(row_request.row, response, self._client_outputs)
         if response.rescheduled:
-            reply: Reply | None = Reply(opened.key, RESCHEDULED, "")
+            reply: Reply | None = Reply(open_request.key, RESCHEDULED, "")
         else:
-            reply = self._scatter(opened, request, response)
+            reply = self._scatter(open_request, request, response)
         assert reply is not None  # None would mean that the request runs again
         return reply
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _RowRequest:
     """A request and its row in the batch."""
 
-    opened: WorkerRequest
+    open_request: WorkerRequest
     request: Request
-    row: SequenceRow = _NO_ROW
+    row: SequenceRow = _NULL_ROW
 
 
-def _identified(work: Work, row: SequenceRow) -> Work:
+def _with_ids(work: Work, row: SequenceRow) -> Work:
     """Return the work with the ids and flags that the scheduler has assigned.
 
     The scheduler gives ids to requests without one, and removes flags of requests that run again.
     """
-    sequence = (row.flags, row.correlation_id, row.correlation_text)
-    if (work.flags, work.correlation_id, work.correlation_text) == sequence:
+    assigned = (row.flags, row.correlation_id, row.correlation_text)
+    if (work.flags, work.correlation_id, work.correlation_text) == assigned:
         return work
-    flags, number, text = sequence
-    return replace(work, flags=flags, correlation_id=number, correlation_text=text)
+    flags, correlation_id, correlation_text = assigned
+    return replace(
+        work, flags=flags, correlation_id=correlation_id, correlation_text=correlation_text
+    )

@@ -15,7 +15,7 @@ from shmserve.workers.batch import ragged
 from shmserve.workers.sequences import read_controls
 
 
-def as_model_sees(config: ModelSpec) -> ModelSpec:
+def with_generated_tensors(config: ModelSpec) -> ModelSpec:
     """Return the configuration including inputs and outputs that clients neither send nor receive.
 
     These tensors are controls and states of sequences, `batch_input`, and lengths and masks of
@@ -24,33 +24,33 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
     sequences = config.sequence_batching
     states = sequences.state if sequences is not None else ()
     generated = (
-        *(TensorSpec(each.name, each.datatype, (1,)) for each in read_controls(config)),
-        *(TensorSpec(each.input_name, each.datatype, each.dims) for each in states),
-        *ragged.made_inputs(config),
+        *(TensorSpec(control.name, control.datatype, (1,)) for control in read_controls(config)),
+        *(TensorSpec(state.input_name, state.datatype, state.dims) for state in states),
+        *ragged.generated_inputs(config),
         *_padding_inputs(config),
     )
     configured = {output.name for output in config.output}
     outputs = (
-        TensorSpec(each.output_name, each.datatype, each.dims)
-        for each in states
-        if each.output_name not in configured
+        TensorSpec(state.output_name, state.datatype, state.dims)
+        for state in states
+        if state.output_name not in configured
     )
     return replace(config, input=(*config.input, *generated), output=(*config.output, *outputs))
 
 
-def made_here(config: ModelSpec) -> frozenset[str]:
+def generated_names(config: ModelSpec) -> frozenset[str]:
     """Return the names of the tensors that the worker generates and clients do not send.
 
     `config` may be incomplete.
     """
-    named = [name for each in config.batch_input for name in each.target_name]
+    names = [name for rule in config.batch_input for name in rule.target_name]
     for entry in padding.entries(config.parameters.get(PADDING, "")).values():
-        named += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
+        names += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
     if config.sequence_batching is not None:
-        named += [control.name for control in read_controls(config)]
+        names += [control.name for control in read_controls(config)]
         for state in config.sequence_batching.state:
-            named += [state.input_name, state.output_name]
-    return frozenset(named)
+            names += [state.input_name, state.output_name]
+    return frozenset(names)
 
 
 def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
@@ -63,7 +63,7 @@ def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class FileTensor:
     """A tensor as a model's file describes it.
 
     Attributes:
@@ -78,22 +78,22 @@ class Described:
     symbols: tuple[str, ...] = ()
 
     @property
-    def leading(self) -> str:
+    def leading_symbol(self) -> str:
         """Return the symbol of a variable first dimension; "" if it is fixed or unnamed."""
         return self.symbols[0] if self.symbols and self.dims[0] == -1 else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class FileDescription:
     """The inputs of a model in order, its outputs, and its largest batch (0: no batching)."""
 
-    inputs: tuple[Described, ...]
-    outputs: tuple[Described, ...]
+    inputs: tuple[FileTensor, ...]
+    outputs: tuple[FileTensor, ...]
     largest_batch: int
 
 
 def complete(
-    config: dict[str, Any], description: Description, default_max_batch_size: int
+    config: dict[str, Any], description: FileDescription, default_max_batch_size: int
 ) -> dict[str, Any]:
     """Return `config` with the inputs, outputs, batch size and batching that it lacks."""
     completed = dict(config)
@@ -103,13 +103,13 @@ def complete(
             completed["dynamic_batching"] = {}
     batched = completed.get("max_batch_size", 0) > 0
     if not config.get("input"):
-        completed["input"] = [_tensor_config(each, batched) for each in description.inputs]
+        completed["input"] = [_tensor_config(tensor, batched) for tensor in description.inputs]
     if not config.get("output"):
-        completed["output"] = [_tensor_config(each, batched) for each in description.outputs]
+        completed["output"] = [_tensor_config(tensor, batched) for tensor in description.outputs]
     return completed
 
 
-def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
+def _tensor_config(tensor: FileTensor, batched: bool) -> dict[str, Any]:
     dims = list(tensor.dims[1:] if batched else tensor.dims)
     # A configuration has no scalars: a client sends and receives one element.
     settings: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
@@ -119,20 +119,20 @@ def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
     return settings
 
 
-def fits_scalar(spec: TensorSpec, tensor: Described) -> bool:
+def fits_scalar(spec: TensorSpec, tensor: FileTensor) -> bool:
     """Check whether an input or output of one element is a tensor of rank 0 in the model's file."""
     return not tensor.dims and math.prod(spec.model_dims) == 1
 
 
 def as_scalars(inputs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the inputs, with those of these names as tensors of rank 0."""
+    """Return the inputs, with the inputs in `names` reshaped to tensors of rank 0."""
     if not names:
         return inputs
-    return {key: each.reshape(()) if key in names else each for key, each in inputs.items()}
+    return {name: array.reshape(()) if name in names else array for name, array in inputs.items()}
 
 
 def as_configured(outputs: dict[str, Any], signature: Signature) -> dict[str, Any]:
-    """Return the outputs, with the configured dimensions of one element for those of rank 0."""
+    """Return the outputs, with outputs of rank 0 reshaped to their configured dimensions."""
     specs = signature.outputs
     for name, value in outputs.items():
         if getattr(value, "ndim", 1) == 0 and name in specs and not signature.max_batch_size:

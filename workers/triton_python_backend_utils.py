@@ -36,7 +36,7 @@ from shmserve.workers.backends.python.server import (
     unload_model,
     workspace,
 )
-from shmserve.workers.backends.python.tensor import NUMBER, Tensor
+from shmserve.workers.backends.python.tensor import TYPE_NUMBERS, Tensor
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -91,33 +91,37 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     for config, name in FROM_CONFIG.items()
     if name in NUMPY
 }
-_BY_NUMBER = {NUMBER[name]: kind for name, kind in _NUMPY_TYPES.items()}
+_NUMPY_BY_NUMBER = {TYPE_NUMBERS[name]: kind for name, kind in _NUMPY_TYPES.items()}
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """Return the input of a request with this name, or None."""
     if type(inference_request) is ReceivedRequest or isinstance(inference_request, ReceivedRequest):
         return inference_request.tensors.get(name)
-    return _named(inference_request.inputs(), name)
+    return _find_tensor(inference_request.inputs(), name)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
     """Return the output of a response with this name, or None."""
-    return _named(inference_response.output_tensors(), name)
+    return _find_tensor(inference_response.output_tensors(), name)
 
 
-def _named(tensors: list[Tensor], name: str) -> Tensor | None:
+def _find_tensor(tensors: list[Tensor], name: str) -> Tensor | None:
     return next((tensor for tensor in tensors if tensor.name() == name), None)
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Return the entry of a configuration for an input, or None."""
-    return next((t for t in model_config.get("input", ()) if t["name"] == name), None)
+    return next(
+        (tensor for tensor in model_config.get("input", ()) if tensor["name"] == name), None
+    )
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Return the entry of a configuration for an output, or None."""
-    return next((t for t in model_config.get("output", ()) if t["name"] == name), None)
+    return next(
+        (tensor for tensor in model_config.get("output", ()) if tensor["name"] == name), None
+    )
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
@@ -132,15 +136,17 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 def triton_to_numpy_type(data_type: int) -> Any:
     """Return the numpy type of Triton's number of a datatype; None if numpy has none."""
-    return _BY_NUMBER.get(data_type)
+    return _NUMPY_BY_NUMBER.get(data_type)
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
     """Return Triton's number of a numpy type; None if Triton has no such datatype."""
-    kind = np.dtype(data_type)
-    if kind.kind == "S":
-        return NUMBER["BYTES"]
-    return next((NUMBER[name] for name, dtype in NUMPY.items() if dtype == kind), None)
+    dtype = np.dtype(data_type)
+    if dtype.kind == "S":
+        return TYPE_NUMBERS["BYTES"]
+    return next(
+        (TYPE_NUMBERS[name] for name, candidate in NUMPY.items() if candidate == dtype), None
+    )
 
 
 def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> bytes | None:
@@ -155,17 +161,17 @@ def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> bytes | None:
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
     """Return the elements of a BYTES tensor's wire form, as a flat object array of bytes."""
-    items: list[bytes] = []
-    data = bytes(encoded_tensor)
-    at = 0
-    while at < len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        if end > len(data):
+    elements: list[bytes] = []
+    encoded = bytes(encoded_tensor)
+    position = 0
+    while position < len(encoded):
+        end = position + 4 + int.from_bytes(encoded[position : position + 4], "little")
+        if end > len(encoded):
             raise ValueError("the lengths in an encoded BYTES tensor go beyond its end")
-        items.append(data[at + 4 : end])
-        at = end
-    strings = np.empty(len(items), dtype=np.object_)
-    strings[:] = items
+        elements.append(encoded[position + 4 : end])
+        position = end
+    strings = np.empty(len(elements), dtype=np.object_)
+    strings[:] = elements
     return strings
 
 
@@ -188,10 +194,10 @@ class ModelConfig:
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
         """Set the maximum batch size; the configuration may not contain a larger one."""
-        written = self._model_config["max_batch_size"]
-        if written > max_batch_size:
+        configured = self._model_config["max_batch_size"]
+        if configured > max_batch_size:
             raise ValueError(
-                f"configuration specified max_batch_size {written}, but {_WHERE} "
+                f"configuration specified max_batch_size {configured}, but {_WHERE} "
                 f"'{self._name}' specified max_batch_size {max_batch_size}"
             )
         self._model_config["max_batch_size"] = max_batch_size
@@ -230,13 +236,13 @@ class ModelConfig:
 
         An existing input must agree.
         """
-        listed = "'name', 'data_type', 'dims' and 'optional'"
-        self._add("input", input, {"name", "data_type", "dims", "optional"}, listed)
+        allowed_text = "'name', 'data_type', 'dims' and 'optional'"
+        self._add_tensor("input", input, {"name", "data_type", "dims", "optional"}, allowed_text)
 
     def add_output(self, output: dict[str, Any]) -> None:
         """Add {"name", "data_type", "dims"}; an existing output must agree."""
-        listed = "'name', 'data_type' and 'dims'"
-        self._add("output", output, {"name", "data_type", "dims"}, listed)
+        allowed_text = "'name', 'data_type' and 'dims'"
+        self._add_tensor("output", output, {"name", "data_type", "dims"}, allowed_text)
 
     @property
     def _name(self) -> str:
@@ -244,39 +250,47 @@ class ModelConfig:
         return name
 
     def _check_properties(
-        self, kind: str, tensor: dict[str, Any], allowed: set[str], listed: str
+        self, kind: str, tensor: dict[str, Any], allowed: set[str], allowed_text: str
     ) -> None:
         if "name" not in tensor:
             raise ValueError(f"{kind} {_WHERE} '{self._name}' is missing 'name' property.")
-        which = f"{kind} '{tensor['name']}' {_WHERE} '{self._name}'"
+        subject = f"{kind} '{tensor['name']}' {_WHERE} '{self._name}'"
         if tensor.keys() - allowed:
-            raise ValueError(f"{which} contains property other than {listed}.")
+            raise ValueError(f"{subject} contains property other than {allowed_text}.")
         for key in ("data_type", "dims"):
             if key not in tensor:
-                raise ValueError(f"{which} is missing '{key}' property.")
+                raise ValueError(f"{subject} is missing '{key}' property.")
 
-    def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str], listed: str) -> None:
-        self._check_properties(kind, tensor, allowed, listed)
+    def _add_tensor(
+        self, kind: str, tensor: dict[str, Any], allowed: set[str], allowed_text: str
+    ) -> None:
+        self._check_properties(kind, tensor, allowed, allowed_text)
         tensors: list[dict[str, Any]] = self._model_config[kind]
-        for written in tensors:
-            if written["name"] == tensor["name"]:
-                self._check_agreement(kind, written, tensor)
-                written.update(tensor)
+        for configured in tensors:
+            if configured["name"] == tensor["name"]:
+                self._check_agreement(kind, configured, tensor)
+                configured.update(tensor)
                 return
         tensors.append(tensor)
 
-    def _check_agreement(self, kind: str, written: dict[str, Any], actual: dict[str, Any]) -> None:
-        if written["data_type"] not in ("TYPE_INVALID", actual["data_type"]):
+    def _check_agreement(
+        self, kind: str, configured: dict[str, Any], provided: dict[str, Any]
+    ) -> None:
+        if configured["data_type"] not in ("TYPE_INVALID", provided["data_type"]):
             raise ValueError(
                 f"unable to load model '{self._name}', configuration expects datatype "
-                f"{written['data_type']} for {kind} '{actual['name']}', model provides "
-                f"{actual['data_type']}"
+                f"{configured['data_type']} for {kind} '{provided['name']}', model provides "
+                f"{provided['data_type']}"
             )
         for key in ("dims", "optional"):
-            if key not in written or key not in actual or (key == "dims" and not written[key]):
+            if (
+                key not in configured
+                or key not in provided
+                or (key == "dims" and not configured[key])
+            ):
                 continue
-            if written[key] != actual[key]:
+            if configured[key] != provided[key]:
                 raise ValueError(
-                    f"model '{self._name}', tensor '{actual['name']}': the model expects {key} "
-                    f"{actual[key]} but the model configuration specifies {key} {written[key]}"
+                    f"model '{self._name}', tensor '{provided['name']}': the model expects {key} "
+                    f"{provided[key]} but the model configuration specifies {key} {configured[key]}"
                 )

@@ -22,7 +22,7 @@ from shmserve.errors import Internal, how_to_install, suggestion
 
 T = TypeVar("T")
 
-_LAST_S = 5.0
+_JOIN_TIMEOUT_S = 5.0
 _IMPORTLIB = f"{Path(importlib.__file__).parent}/"
 _PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 
@@ -46,15 +46,15 @@ def import_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bool:
-    """Call the `is_ready` of a model; a coroutine is run by `run`.
+def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], Any]) -> bool:
+    """Call the `is_ready` of a model; a coroutine is run by `run_coroutine`.
 
     Raises:
         Internal: The result is not a bool. Exceptions of the model are passed on.
     """
     ready = model.is_ready()
     if asyncio.iscoroutine(ready):
-        ready = run(ready)
+        ready = run_coroutine(ready)
     if not isinstance(ready, bool):
         raise Internal(f"`is_ready` must return a bool, found type '{type(ready)}'")
     return ready
@@ -70,70 +70,72 @@ def source_location(error: BaseException, folder: Path) -> str:
     return ""
 
 
-def own_frames(error: BaseException, folder: Path) -> str:
+def model_traceback(error: BaseException, folder: Path) -> str:
     """Return the traceback of an exception without its last line and without the server's frames.
 
     Frames of the import system are left out, too. The folder of a model given by its file is a link
     in the run directory: the user's own path is shown.
     """
-    own = _own_path(folder)
-    whole = traceback.TracebackException.from_exception(error)
-    part: traceback.TracebackException | None = whole
-    while part is not None:
-        frames = itertools.dropwhile(_is_ours, part.stack)
-        part.stack[:] = [each for each in frames if not each.filename.startswith("<frozen")]
-        for frame in part.stack:
-            frame.filename = frame.filename.replace(f"{folder}/", f"{own}/")
-        part = part.__cause__ or part.__context__
-    if not whole.stack:
+    user_folder = _user_path(folder)
+    report = traceback.TracebackException.from_exception(error)
+    chained: traceback.TracebackException | None = report
+    while chained is not None:
+        frames = itertools.dropwhile(_is_server_frame, chained.stack)
+        chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        for frame in chained.stack:
+            frame.filename = frame.filename.replace(f"{folder}/", f"{user_folder}/")
+        chained = chained.__cause__ or chained.__context__
+    if not report.stack:
         return ""
-    lines = "".join(whole.format()).splitlines()
-    last = "".join(whole.format_exception_only()).splitlines()
-    return "\n".join(lines[: -len(last)])
+    lines = "".join(report.format()).splitlines()
+    last_lines = "".join(report.format_exception_only()).splitlines()
+    return "\n".join(lines[: -len(last_lines)])
 
 
-def own_place(text: str, model: str, folder: Path) -> str:
+def traceback_line(text: str, model: str, folder: Path) -> str:
     """Return the traceback line of the first position that an error names, or ""."""
     match = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
-    return f'  File "{_own_path(folder)}/{match[1]}", line {match[2]}' if match else ""
+    return f'  File "{_user_path(folder)}/{match[1]}", line {match[2]}' if match else ""
 
 
-def _own_path(folder: Path) -> str:
+def _user_path(folder: Path) -> str:
     return os.readlink(folder) if folder.is_symlink() else str(folder)
 
 
-def _is_ours(frame: traceback.FrameSummary) -> bool:
+def _is_server_frame(frame: traceback.FrameSummary) -> bool:
     return frame.filename.startswith((_PACKAGE, _IMPORTLIB, "<frozen"))
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return `Kind: text` of an exception, or only its kind if it has no text."""
-    kind = type(error).__name__
+    error_type = type(error).__name__
     try:
         if isinstance(error, ImportError) and error.name == tensor_types.__name__:
             name = str(error).split("'")[1]
-            near = suggestion(name, tensor_types.__all__)
-            return f"{kind}: there is no '{name}' in {error.name}{near}"
+            hint = suggestion(name, tensor_types.__all__)
+            return f"{error_type}: there is no '{name}' in {error.name}{hint}"
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            return f"{kind}: {error}: {how_to_install('torch', 'torch')}"
-        return f"{kind}: {error}"
+            return f"{error_type}: {error}: {how_to_install('torch', 'torch')}"
+        return f"{error_type}: {error}"
     except BaseException:  # a model may define the exception's `__str__`, too
-        return kind
+        return error_type
 
 
 class EventLoopThread:
     """An event loop in a thread of its own, for coroutines that outlast their batch.
 
-    Everything runs within the context that `around` makes, until `close`.
+    Everything runs within the context that `context_factory` makes, until `close`.
     """
 
     def __init__(
         self,
-        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        context_factory: Callable[
+            [], contextlib.AbstractContextManager[Any]
+        ] = contextlib.nullcontext,
     ) -> None:
-        self._around = around
+        self._context_factory = context_factory
         self._loop = asyncio.new_event_loop()
-        self._running: set[Future[None]] = set()
+        self._futures: set[Future[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="model event loop", daemon=True)
         self._thread.start()
 
@@ -141,9 +143,9 @@ class EventLoopThread:
         self, coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]
     ) -> Future[None]:
         """Start a coroutine; an exception that it raises is passed to `on_error`."""
-        future = asyncio.run_coroutine_threadsafe(_guarded(coroutine, on_error), self._loop)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
+        future = asyncio.run_coroutine_threadsafe(_run_guarded(coroutine, on_error), self._loop)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
         return future
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -153,12 +155,12 @@ class EventLoopThread:
     def close(self) -> None:
         """Cancel all coroutines, and wait some seconds for the thread to end."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_LAST_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            with self._around():
+            with self._context_factory():
                 self._loop.run_forever()
                 tasks = asyncio.all_tasks(self._loop)
                 for task in tasks:
@@ -168,7 +170,7 @@ class EventLoopThread:
             self._loop.close()
 
 
-async def _guarded(
+async def _run_guarded(
     coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]
 ) -> None:
     try:

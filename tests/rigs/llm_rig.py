@@ -115,7 +115,7 @@ class Scheduler:
 
     def send(self, message: Any) -> None:
         link = self.rig.instance.link
-        link._take(message)
+        link._dispatch(message)
         self.rig.instance.serve_commands()
 
     def listen(self, timeout_s: float = 5.0) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
         elif message.schema:
             self.responses.setdefault(message.key, []).append(opened(message))
             if self.reads and not message.final:
-                self.rig.instance.link._take(CreditExecution(message.key, 1))
+                self.rig.instance.link._dispatch(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
             for number in [
@@ -277,7 +277,7 @@ class Scheduler:
         """Whether the worker has ended all that it was asked."""
         link = self.rig.instance.link
         with link.lock:
-            return not link.has_open
+            return not link.has_open_requests
 
     def text(self, key: int, index: int = 0) -> str:
         """The text that a client has got of a sample."""

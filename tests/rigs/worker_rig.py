@@ -207,7 +207,7 @@ class Rig:
     def execute(self, works: Sequence[Work]) -> None:
         """Run a batch of these; it is `finished` then, and nobody has been told."""
         self._batches += 1
-        command = self.instance.link.opened(Execute(self._batches, list(works)))
+        command = self.instance.link.open_requests(Execute(self._batches, list(works)))
         self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
@@ -221,7 +221,7 @@ class Rig:
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
         """Have the scheduler pass on a release, of what readers were told of until now."""
-        self.context.output_memory.delivered()
+        self.context.output_memory.mark_sent()
         self._send(ReleaseOutputs(pid, offsets, self.context.output_memory.id))
 
     def credit(self, key: int, responses: int) -> None:

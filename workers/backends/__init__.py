@@ -19,7 +19,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Input, Output, Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.context import ModelContext, Stopwatch
-from shmserve.workers.links.scheduler import MessageTable
+from shmserve.workers.links.scheduler import HandlerTable
 
 __all__ = [
     "Backend",
@@ -152,7 +152,7 @@ class Backend(ABC):
         for stream, response in zip(streams, responses, strict=True):
             stream.send(response, final=True)
 
-    def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable | None:
+    def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable | None:
         """Return the handlers of scheduler messages, for a backend with a protocol of its own.
 
         The handlers run in the instance's only loop and must not block it. For each request
@@ -218,7 +218,7 @@ def find(config: ModelSpec) -> type[Backend]:
         Unavailable: A package that the backend needs is not installed.
         Unsupported: The backend cannot run decoupled models.
     """
-    backend = _named(config)
+    backend = _find_class(config)
     if config.decoupled and backend.execute_decoupled is Backend.execute_decoupled:
         raise Unsupported(
             f"backend '{backend_name(config)}' does not support the 'decoupled' transaction "
@@ -227,7 +227,7 @@ def find(config: ModelSpec) -> type[Backend]:
     return backend
 
 
-def _named(config: ModelSpec) -> type[Backend]:
+def _find_class(config: ModelSpec) -> type[Backend]:
     name = backend_name(config)
     target = _BUILT_IN.get(name)
     if target is not None:
@@ -239,9 +239,9 @@ def _named(config: ModelSpec) -> type[Backend]:
             if extra is None or (error.name or "").startswith("shmserve"):
                 raise
             raise Unavailable(missing_package(f"backend '{name}'", error, extra)) from None
-        return _checked(name, getattr(module, attribute))
+        return _check_class(name, getattr(module, attribute))
     for entry in entry_points(group=GROUP, name=name):
-        return _checked(name, entry.load())
+        return _check_class(name, entry.load())
     raise InvalidArgument(
         f"unable to find backend '{name}' for model '{config.name}', "
         f"known are {', '.join(sorted(names()))}{suggestion(name, names())}"
@@ -253,7 +253,7 @@ def names() -> set[str]:
     return {entry.name for entry in entry_points(group=GROUP)} | set(_BUILT_IN)
 
 
-def _checked(name: str, backend: Any) -> type[Backend]:
+def _check_class(name: str, backend: Any) -> type[Backend]:
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise InvalidArgument(
             f"the entry point '{name}' is not a backend: expected a subclass of "

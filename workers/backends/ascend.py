@@ -39,14 +39,14 @@ from shmserve.ipc.tensors.arrays import STORED
 from shmserve.ipc.tensors.datatypes import TO_CONFIG, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
-from shmserve.workers.tensor_specs import as_model_sees
+from shmserve.workers.tensor_specs import with_generated_tensors
 
 _ALIGNMENT = 512  # the alignment that the device's memory requires
 _MIB = 1024 * 1024
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the aligned offsets of parts of these sizes in one allocation, and its size in bytes.
+    """Return the aligned offsets of parts with `sizes` in one allocation, and its size in bytes.
 
     >>> layout([100, 1000, 8])
     ([0, 512, 1536], 2048)
@@ -62,8 +62,8 @@ def summary(parts: Mapping[str, int]) -> str:
     >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
     'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
     """
-    each = [f"{name} {size / _MIB:.1f} MiB" for name, size in parts.items()]
-    return ", ".join([*each, f"{sum(parts.values()) / _MIB:.1f} MiB in all"])
+    part_texts = [f"{name} {size / _MIB:.1f} MiB" for name, size in parts.items()]
+    return ", ".join([*part_texts, f"{sum(parts.values()) / _MIB:.1f} MiB in all"])
 
 
 logger = logging.getLogger(__name__)
@@ -131,28 +131,28 @@ class OfflineModel:
         self._acl = import_acl()
         with contextlib.ExitStack() as stack:
             self._open(stack, str(path), device_id)
-            self._undo = stack.pop_all()
+            self._resources = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack, path: str, device_id: int) -> None:
         acl = self._acl
         self._check("acl.init", acl.init())
-        self._later(stack, "acl.finalize", acl.finalize)
+        self._defer(stack, "acl.finalize", acl.finalize)
         self._check("acl.rt.set_device", acl.rt.set_device(device_id))
-        self._later(stack, "acl.rt.reset_device", acl.rt.reset_device, device_id)
-        context = self._checked("acl.rt.create_context", acl.rt.create_context(device_id))
-        self._later(stack, "acl.rt.destroy_context", acl.rt.destroy_context, context)
+        self._defer(stack, "acl.rt.reset_device", acl.rt.reset_device, device_id)
+        context = self._check_result("acl.rt.create_context", acl.rt.create_context(device_id))
+        self._defer(stack, "acl.rt.destroy_context", acl.rt.destroy_context, context)
 
         workspace, weights, error = acl.mdl.query_size(path)
         self._check("acl.mdl.query_size", error)
-        (at_weights, at_workspace), size = layout([weights, workspace])
+        (weights_offset, workspace_offset), size = layout([weights, workspace])
         base = self._allocate(stack, size)
-        where = (base + at_workspace, workspace, base + at_weights, weights)
-        loaded = acl.mdl.load_from_file_with_mem(path, *where)
-        self._model = self._checked("acl.mdl.load_from_file_with_mem", loaded)
-        self._later(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
+        memory = (base + workspace_offset, workspace, base + weights_offset, weights)
+        load_result = acl.mdl.load_from_file_with_mem(path, *memory)
+        self._model = self._check_result("acl.mdl.load_from_file_with_mem", load_result)
+        self._defer(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
 
         description = acl.mdl.create_desc()
-        self._later(stack, "acl.mdl.destroy_desc", acl.mdl.destroy_desc, description)
+        self._defer(stack, "acl.mdl.destroy_desc", acl.mdl.destroy_desc, description)
         self._check("acl.mdl.get_desc", acl.mdl.get_desc(description, self._model))
         self.inputs = self._tensors(description, "input")
         self.outputs = self._tensors(description, "output")
@@ -160,18 +160,18 @@ class OfflineModel:
         offsets, size = layout(sizes)
         base = self._allocate(stack, size)
         count = len(self.inputs)
-        self._input_at = [base + offset for offset in offsets[:count]]
-        self._output_at = [base + offset for offset in offsets[count:]]
-        self._input_set = self._dataset(stack, self.inputs, self._input_at)
-        self._output_set = self._dataset(stack, self.outputs, self._output_at)
+        self._input_addresses = [base + offset for offset in offsets[:count]]
+        self._output_addresses = [base + offset for offset in offsets[count:]]
+        self._input_set = self._dataset(stack, self.inputs, self._input_addresses)
+        self._output_set = self._dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
         logger.info("static plan: %s", summary(parts))
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
-        base: int = self._checked(f"acl.rt.malloc of {byte_size} bytes", result)
-        self._later(stack, "acl.rt.free", self._acl.rt.free, base)
+        base: int = self._check_result(f"acl.rt.malloc of {byte_size} bytes", result)
+        self._defer(stack, "acl.rt.free", self._acl.rt.free, base)
         return base
 
     def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
@@ -184,7 +184,7 @@ class OfflineModel:
         name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
         number = getattr(mdl, f"get_{side}_data_type")(description, index)
         result = getattr(mdl, f"get_{side}_dims")(description, index)
-        dims = tuple(self._checked(f"acl.mdl.get_{side}_dims", result)["dims"])
+        dims = tuple(self._check_result(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
         datatype = _DATATYPES.get(number)
         if datatype is None:
@@ -197,41 +197,44 @@ class OfflineModel:
         return OfflineTensor(name, datatype, dims, size)
 
     def _dataset(
-        self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], where: Sequence[int]
+        self,
+        stack: contextlib.ExitStack,
+        tensors: Sequence[OfflineTensor],
+        addresses: Sequence[int],
     ) -> Any:
         acl = self._acl
         dataset = acl.mdl.create_dataset()
-        self._later(stack, "acl.mdl.destroy_dataset", acl.mdl.destroy_dataset, dataset)
-        for tensor, address in zip(tensors, where, strict=True):
+        self._defer(stack, "acl.mdl.destroy_dataset", acl.mdl.destroy_dataset, dataset)
+        for tensor, address in zip(tensors, addresses, strict=True):
             buffer = acl.create_data_buffer(address, tensor.byte_size)
-            self._later(stack, "acl.destroy_data_buffer", acl.destroy_data_buffer, buffer)
-            added = acl.mdl.add_dataset_buffer(dataset, buffer)
-            self._checked("acl.mdl.add_dataset_buffer", added)
+            self._defer(stack, "acl.destroy_data_buffer", acl.destroy_data_buffer, buffer)
+            result = acl.mdl.add_dataset_buffer(dataset, buffer)
+            self._check_result("acl.mdl.add_dataset_buffer", result)
         return dataset
 
-    def put(self, index: int, at: int, address: int, byte_size: int) -> None:
-        """Copy host bytes into input `index`, from its byte `at` on."""
-        there = self._input_at[index] + at
-        capacity = self.inputs[index].byte_size - at
-        copied = self._acl.rt.memcpy(there, capacity, address, byte_size, _TO_DEVICE)
-        self._check("acl.rt.memcpy", copied)
+    def put(self, index: int, offset: int, address: int, byte_size: int) -> None:
+        """Copy host bytes into input `index`, from its byte `offset` on."""
+        device_address = self._input_addresses[index] + offset
+        capacity = self.inputs[index].byte_size - offset
+        error = self._acl.rt.memcpy(device_address, capacity, address, byte_size, _TO_DEVICE)
+        self._check("acl.rt.memcpy", error)
 
     def run(self) -> None:
         """Run the model, and wait for its outputs."""
-        done = self._acl.mdl.execute(self._model, self._input_set, self._output_set)
-        self._check("acl.mdl.execute", done)
+        error = self._acl.mdl.execute(self._model, self._input_set, self._output_set)
+        self._check("acl.mdl.execute", error)
 
     def fetch(self, index: int, address: int, byte_size: int) -> None:
         """Copy the first bytes of output `index` to the host."""
-        there = self._output_at[index]
-        copied = self._acl.rt.memcpy(address, byte_size, there, byte_size, _TO_HOST)
-        self._check("acl.rt.memcpy", copied)
+        device_address = self._output_addresses[index]
+        error = self._acl.rt.memcpy(address, byte_size, device_address, byte_size, _TO_HOST)
+        self._check("acl.rt.memcpy", error)
 
     def close(self) -> None:
         """Release all resources in the reverse order."""
-        self._undo.close()
+        self._resources.close()
 
-    def _checked(self, call: str, result: Any) -> Any:
+    def _check_result(self, call: str, result: Any) -> Any:
         value, error = result
         self._check(call, error)
         return value
@@ -240,15 +243,15 @@ class OfflineModel:
         if error:
             raise AclError(f"{call} failed with error {error}")
 
-    def _later(
-        self, stack: contextlib.ExitStack, call: str, undo: Callable[..., int], *args: Any
+    def _defer(
+        self, stack: contextlib.ExitStack, call: str, release: Callable[..., int], *args: Any
     ) -> None:
-        def end() -> None:
-            error = undo(*args)
+        def release_and_log() -> None:
+            error = release(*args)
             if error:  # continue despite the error, to release the remaining resources
                 logger.warning("%s failed with error %d", call, error)
 
-        stack.callback(end)
+        stack.callback(release_and_log)
 
 
 class AscendBackend(Backend):
@@ -272,7 +275,7 @@ class AscendBackend(Backend):
     def load(self, config: ModelSpec) -> None:
         """Load the file and check it against the configuration."""
         model = self._open(config)
-        signature = Signature(as_model_sees(config), self.context.version)
+        signature = Signature(with_generated_tensors(config), self.context.version)
         self._batched = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
@@ -282,25 +285,27 @@ class AscendBackend(Backend):
         """Run the whole batch once, after copying each request's rows to the device."""
         model = self._model
         assert model is not None
-        copied = self.context.copied
+        copy_counter = self.context.copy_counter
         for index, tensor in enumerate(model.inputs):
-            at = 0
+            offset = 0
             for request in requests:
                 array = np.ascontiguousarray(request.inputs[tensor.name].numpy())
-                model.put(index, at, array.ctypes.data, array.nbytes)
-                at += array.nbytes
-            copied.inputs += at
+                model.put(index, offset, array.ctypes.data, array.nbytes)
+                offset += array.nbytes
+            copy_counter.inputs += offset
         self.context.stopwatch.input_end_ns = time.monotonic_ns()
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed = {name for request in requests for name in (*request.requested, *request.states)}
+        needed_names = {
+            name for request in requests for name in (*request.requested, *request.states)
+        }
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
-            if tensor.name in needed:
+            if tensor.name in needed_names:
                 result = self._results[index][:rows] if self._batched else self._results[index]
                 model.fetch(index, result.ctypes.data, result.nbytes)
-                copied.outputs += result.nbytes
+                copy_counter.outputs += result.nbytes
                 outputs[tensor.name] = Output(tensor.name, tensor.datatype, result)
         return self._split(requests, outputs)
 
@@ -311,17 +316,17 @@ class AscendBackend(Backend):
             self._model = None
 
     def _split(self, requests: Sequence[Request], batch: dict[str, Output]) -> list[Response]:
-        responses, at = [], 0
+        responses, start = [], 0
         for request in requests:
-            end = at + request.batch_size
+            end = start + request.batch_size
 
-            def rows(name: str, begin: int = at, end: int = end) -> Output:
+            def rows(name: str, first: int = start, end: int = end) -> Output:
                 output = batch[name]
-                return output._replace(data=output.data[begin:end]) if self._batched else output
+                return output._replace(data=output.data[first:end]) if self._batched else output
 
             outputs = [rows(name) for name in batch if name in request.requested]
             responses.append(Response(outputs, states=[rows(name) for name in request.states]))
-            at = end
+            start = end
         return responses
 
     def _open(self, config: ModelSpec) -> OfflineModel:
@@ -362,18 +367,19 @@ def _check(
     Raises:
         InvalidArgument: The configuration contradicts the file.
     """
-    in_file = {tensor.name: tensor for tensor in tensors}
-    most, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    if side == "input" and set(in_file) != set(specs):
+    file_tensors = {tensor.name: tensor for tensor in tensors}
+    max_batch_size, subject = signature.max_batch_size, f"of model '{signature.name}'"
+    if side == "input" and set(file_tensors) != set(specs):
         raise InvalidArgument(
             f"the inputs {subject} are {sorted(specs)} in the configuration, but "
-            f"{sorted(in_file)} in the file"
+            f"{sorted(file_tensors)} in the file"
         )
     for spec in specs.values():
-        tensor = in_file.get(spec.name)
+        tensor = file_tensors.get(spec.name)
         if tensor is None:
             raise InvalidArgument(
-                f"{side} '{spec.name}' {subject} is not in the file, which has {sorted(in_file)}"
+                f"{side} '{spec.name}' {subject} is not in the file, which has "
+                f"{sorted(file_tensors)}"
             )
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(
@@ -381,14 +387,14 @@ def _check(
                 f"file's has {TO_CONFIG[tensor.datatype]}"
             )
         dims = spec.model_dims
-        expected = tensor.dims[1:] if most else tensor.dims
+        expected = tensor.dims[1:] if max_batch_size else tensor.dims
         if dims != expected and (expected or math.prod(dims) != 1):
             raise InvalidArgument(
                 f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
                 f"has {shape_text(expected)}"
             )
-        if most and most > tensor.dims[0]:
+        if max_batch_size and max_batch_size > tensor.dims[0]:
             raise InvalidArgument(
-                f"model '{signature.name}' has max_batch_size {most}, but the file was made for "
-                f"batches of {tensor.dims[0]}"
+                f"model '{signature.name}' has max_batch_size {max_batch_size}, but the file was "
+                f"made for batches of {tensor.dims[0]}"
             )

@@ -26,14 +26,14 @@ from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
 from shmserve.workers.context import WrongCount, client_error, is_models_own
-from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
-from shmserve.workers.memory.device_memory import free_cached, out_of_memory
+from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
+from shmserve.workers.memory.device_memory import free_cached_memory, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 # Input bytes; a larger batch runs in parts. Many requests may name the same memory of a client, so
 # that their copies are not bounded by the size of that memory.
-LARGEST_PART = 1 << 30
+MAX_PART_BYTES = 1 << 30
 
 _RETRIES_IN_A_ROW = 16
 _SKIPPED_RETRIES = 16  # number of failures without a retry after each further failed retry
@@ -83,19 +83,19 @@ class Executor:
     _decoupled: bool
     _padder: Padder | None
 
-    _passes_over_cancelled: ClassVar[bool] = True  # whether cancelled requests are not executed
+    _skips_cancelled: ClassVar[bool] = True  # whether cancelled requests are not executed
 
     def __post_init__(self) -> None:
         self._link = self._writer.link
         self._pid = os.getpid()
         self._policy = InputPolicy()
-        self._largest_part = LARGEST_PART
+        self._max_part_bytes = MAX_PART_BYTES
 
-    def messages(self) -> MessageTable:
+    def handlers(self) -> HandlerTable:
         """Return the handlers of the scheduler's messages, by message type."""
         return {Execute: self.execute}
 
-    def attached(self) -> None:
+    def on_scheduler_change(self) -> None:
         """Reset state that belonged to the previous scheduler, after a change of the scheduler."""
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
@@ -104,20 +104,20 @@ class Executor:
         Every request that does not stay open has a reply in the result, or has ended before.
         """
         start_ns = time.monotonic_ns()
-        watch = self._context.stopwatch
-        watch.input_end_ns = watch.output_start_ns = 0
+        stopwatch = self._context.stopwatch
+        stopwatch.input_end_ns = stopwatch.output_start_ns = 0
         replies: list[Reply] = []
-        ran = False
-        rest = requests
-        while rest:
-            opened, unpacked, rest = self._unpack(rest, replies)
+        has_run = False
+        remaining = requests
+        while remaining:
+            open_requests, unpacked, remaining = self._unpack(remaining, replies)
             if unpacked:
-                replies += self._run(opened, unpacked)
-                ran = True
+                replies += self._run(open_requests, unpacked)
+                has_run = True
         if not self._decoupled:  # in a decoupled model, the streams close the requests
             self._link.close(*requests)
-        input_end_ns = watch.input_end_ns or start_ns
-        output_start_ns = watch.output_start_ns
+        input_end_ns = stopwatch.input_end_ns or start_ns
+        output_start_ns = stopwatch.output_start_ns
         # These times are missing if the last execution has failed.
         if output_start_ns < input_end_ns:
             output_start_ns = input_end_ns
@@ -126,7 +126,9 @@ class Executor:
         if self._context.spans:
             spans = b"".join(self._context.spans)
             self._context.spans.clear()
-        return BatchFinished(batch.batch, *times, replies, *self._context.copied.take(), ran, spans)
+        return BatchFinished(
+            batch.batch, *times, replies, *self._context.copy_counter.take(), has_run, spans
+        )
 
     # --- warm-up
 
@@ -147,21 +149,21 @@ class Executor:
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             return [self._explain(error, requests[0])]
         finally:
-            self._context.output_memory.undelivered()
-            self._context.copied.take()
+            self._context.output_memory.free_unsent()
+            self._context.copy_counter.take()
         return [response.error for response in responses if response.error is not None]
 
     # --- batches
 
     def _unpack(
-        self, requests: list[WorkerRequest], replies: list[Reply], copies: bool = False
+        self, requests: list[WorkerRequest], replies: list[Reply], copy_inputs: bool = False
     ) -> tuple[list[WorkerRequest], list[Request], list[WorkerRequest]]:
         """Unpack the next requests of a batch, up to `LARGEST_PART` bytes.
 
         Args:
             requests: The requests that have not run yet.
             replies: Receives the replies to requests that cannot run.
-            copies: The model receives copies of all inputs.
+            copy_inputs: The model receives copies of all inputs.
 
         Returns:
             The requests of the part, the same unpacked, and the requests after the part.
@@ -169,24 +171,24 @@ class Executor:
         part: list[WorkerRequest] = []
         unpacked: list[Request] = []
         byte_size = 0
-        copies = copies or self._policy.copies
+        copy_inputs = copy_inputs or self._policy.copies
         with self._link.lock:
-            for index, opened in enumerate(requests):
+            for index, open_request in enumerate(requests):
                 failure: ShmserveError = _CANCELLED
-                if not (opened.cancelled and self._passes_over_cancelled):
+                if not (open_request.cancelled and self._skips_cancelled):
                     try:
                         request = self._unpacker.request(
-                            opened.work, partial(self._link.is_cancelled, opened)
+                            open_request.work, partial(self._link.is_cancelled, open_request)
                         )
                         byte_size += request.byte_size
-                        if byte_size > self._largest_part and part:
+                        if byte_size > self._max_part_bytes and part:
                             return part, unpacked, requests[index:]
-                        if copies:
+                        if copy_inputs:
                             for item in request.inputs.values():
-                                self._context.copied.inputs += item.detach()
-                        if opened.work.trace and not self._decoupled:
+                                self._context.copy_counter.inputs += item.detach()
+                        if open_request.work.trace and not self._decoupled:
                             self._writer.scatterer.trace(request, request.inputs.values())
-                        part.append(opened)
+                        part.append(open_request)
                         unpacked.append(request)
                         continue
                     except ShmserveError as error:
@@ -196,24 +198,24 @@ class Executor:
                         failure = Internal("internal error")
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
-                replies.append(self._failed(opened, failure))
+                replies.append(self._close_with_error(open_request, failure))
         return part, unpacked, []
 
-    def _failed(self, opened: WorkerRequest, error: ShmserveError) -> Reply:
-        self._link.close(opened)
-        return Reply(opened.key, error.code, error.message)
+    def _close_with_error(self, open_request: WorkerRequest, error: ShmserveError) -> Reply:
+        self._link.close(open_request)
+        return Reply(open_request.key, error.code, error.message)
 
-    def _call(self, execute: Callable[[list[T]], R], items: list[T]) -> R:
+    def _call_backend(self, execute: Callable[[list[T]], R], items: list[T]) -> R:
         """Call the backend, and record the times that it does not record."""
-        before_ns = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         try:
             result = execute(items)
         finally:
             if os.getpid() != self._pid:
                 os._exit(1)  # this process is a child that the model has forked
-        watch = self._context.stopwatch
-        watch.input_end_ns = watch.input_end_ns or before_ns
-        watch.output_start_ns = watch.output_start_ns or time.monotonic_ns()
+        stopwatch = self._context.stopwatch
+        stopwatch.input_end_ns = stopwatch.input_end_ns or start_ns
+        stopwatch.output_start_ns = stopwatch.output_start_ns or time.monotonic_ns()
         return result
 
     # --- decoupled
@@ -221,7 +223,7 @@ class Executor:
     def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
         # No second execution: the model may have begun to respond.
         try:
-            self._call(self._backend.execute_decoupled, streams)
+            self._call_backend(self._backend.execute_decoupled, streams)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             explained = streams[0].explain(error)
             replies = [stream.refuse(explained) for stream in streams]
@@ -231,7 +233,7 @@ class Executor:
 
     # --- one response for each request
 
-    def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
+    def _run(self, open_requests: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
         """Execute requests together, and write their outputs.
 
         A batch that fails is run again, request by request, so that only requests that the model
@@ -239,7 +241,7 @@ class Executor:
         with copies. A batch that is too large for the memory is run again in halves.
         """
         if self._decoupled:
-            pairs = zip(opened, requests, strict=True)
+            pairs = zip(open_requests, requests, strict=True)
             return self._run_streams([ResponseStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
         failed: list[WorkerRequest] = []
@@ -247,7 +249,7 @@ class Executor:
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            too_large = len(requests) > 1 and out_of_memory(error)
+            too_large = len(requests) > 1 and is_out_of_memory(error)
             if too_large:
                 logger.warning(
                     "a batch of %d requests does not fit into memory (%r)", len(requests), error
@@ -256,35 +258,36 @@ class Executor:
                 logger.warning("a batch failed (%r); its requests are executed one by one", error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):
                 # Not assigned to a variable: the error's traceback keeps the inputs alive.
-                return [self._failed(opened[0], self._explain(error, requests[0]))]
-            failed = opened
+                return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]
+            failed = open_requests
         else:
             with self._link.lock:
                 self._link.pump()
-                for each, request, response in zip(opened, requests, responses, strict=True):
-                    reply = self._scatter(each, request, response)
+                triples = zip(open_requests, requests, responses, strict=True)
+                for open_request, request, response in triples:
+                    reply = self._scatter(open_request, request, response)
                     if reply is None:
-                        failed.append(each)
+                        failed.append(open_request)
                     else:
                         replies.append(reply)
                 self._writer.scatterer.finish_writes()
         if failed:
             self._link.pump()
             if too_large:
-                free_cached()  # until now the error has referenced the tensors
-            at_once = (len(failed) + 1) // 2 if too_large else 1
-            for first in range(0, len(failed), at_once):
-                group = failed[first : first + at_once]
-                replies += self._run_again(group, copies=len(requests) == 1)
+                free_cached_memory()  # until now the error has referenced the tensors
+            group_size = (len(failed) + 1) // 2 if too_large else 1
+            for start in range(0, len(failed), group_size):
+                group = failed[start : start + group_size]
+                replies += self._run_again(group, copy_inputs=len(requests) == 1)
         return replies
 
-    def _run_again(self, group: list[WorkerRequest], copies: bool) -> list[Reply]:
+    def _run_again(self, group: list[WorkerRequest], copy_inputs: bool) -> list[Reply]:
         replies: list[Reply] = []
         # Unpacked again, because the model may have written into its inputs.
-        opened, requests, _ = self._unpack(group, replies, copies)
+        open_requests, requests, _ = self._unpack(group, replies, copy_inputs)
         if requests:
-            replies += self._run(opened, requests)
-            if copies:
+            replies += self._run(open_requests, requests)
+            if copy_inputs:
                 self._policy.record_retry(succeeded=not replies[0].code)
                 if self._policy.copies:
                     logger.warning(
@@ -301,23 +304,25 @@ class Executor:
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         padded = None if self._padder is None else self._padder.pad(requests)
-        responses = self._call(self._backend.execute, requests)
+        responses = self._call_backend(self._backend.execute, requests)
         if type(responses) is not list or len(responses) != len(requests):
             raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
         if self._padder is not None and padded is not None:
             self._padder.cut(responses, padded)
         return responses
 
-    def _scatter(self, opened: WorkerRequest, request: Request, response: Response) -> Reply | None:
+    def _scatter(
+        self, open_request: WorkerRequest, request: Request, response: Response
+    ) -> Reply | None:
         """Return the reply to a request, or None if the request is to run again."""
-        if opened.cancelled:
-            return self._failed(opened, _CANCELLED)
+        if open_request.cancelled:
+            return self._close_with_error(open_request, _CANCELLED)
         if response.error is not None:
             if self._should_retry(request):
                 return None
-            return self._failed(opened, response.error)
+            return self._close_with_error(open_request, response.error)
         try:
             packed = self._writer.scatterer.write(request, response)
         except BaseException as error:
-            return self._failed(opened, self._explain(error, request))
-        return Reply(opened.key, "", "", *packed)
+            return self._close_with_error(open_request, self._explain(error, request))
+        return Reply(open_request.key, "", "", *packed)

@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.arrays import NUMPY, STORED, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.batch.request import Array, Copied, Input, Request, Response
+from shmserve.workers.batch.request import Array, CopyCounter, Input, Request, Response
 
 
 class _GeneratedTensor(NamedTuple):
@@ -39,8 +39,8 @@ class _GeneratedTensor(NamedTuple):
 
     name: str
     source: str
-    values: Callable[[Sequence[Shape], bool], Array]
-    kind: np.dtype[Any]
+    compute: Callable[[Sequence[Shape], bool], Array]
+    dtype: np.dtype[Any]
 
 
 class _OutputSplit(NamedTuple):
@@ -57,70 +57,74 @@ class Ragged:
         self._batched = config.max_batch_size > 0
         self._generated = [
             _GeneratedTensor(
-                name, each.source_input[0], _VALUES[each.kind], np.dtype(NUMPY[each.datatype])
+                name, rule.source_input[0], _GENERATORS[rule.kind], np.dtype(NUMPY[rule.datatype])
             )
-            for each in config.batch_input
-            for name in each.target_name
+            for rule in config.batch_input
+            for name in rule.target_name
         ]
         dims = {output.name: output.model_dims for output in config.output}
-        self._cuts = {
-            name: _OutputSplit(each.source_input[0], dims[name])
-            for each in config.batch_output
-            for name in each.target_name
+        self._output_splits = {
+            name: _OutputSplit(rule.source_input[0], dims[name])
+            for rule in config.batch_output
+            for name in rule.target_name
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """Return the generated inputs of a batch, except those whose source is missing."""
         arrays: dict[str, Array] = {}
-        for name, source, values, kind in self._generated:
+        for name, source, compute, dtype in self._generated:
             if source in requests[0].inputs:
                 shapes = [request.inputs[source].shape for request in requests]
-                arrays[name] = values(shapes, self._batched).astype(kind)
+                arrays[name] = compute(shapes, self._batched).astype(dtype)
         return arrays
 
-    def pieces(self, name: str, requests: Sequence[Request], whole: Shape) -> list[Shape] | None:
-        """Return the shape of each request's part of an output, or None for one that has rows.
+    def part_shapes(
+        self, name: str, requests: Sequence[Request], shape: Shape
+    ) -> list[Shape] | None:
+        """Return the shape of each request's part of an output; None if it is split by rows.
 
         Raises:
-            Internal: The output, of shape `whole`, has another number of elements.
+            Internal: The output, of shape `shape`, has another number of elements.
         """
-        cut = self._cuts.get(name)
-        if cut is None or cut.source not in requests[0].inputs:
+        split = self._output_splits.get(name)
+        if split is None or split.source not in requests[0].inputs:
             return None
-        shapes = [self._piece(cut.dims, request.inputs[cut.source].shape) for request in requests]
+        shapes = [
+            self._part_shape(split.dims, request.inputs[split.source].shape) for request in requests
+        ]
         expected = sum(map(element_count, shapes))
-        if element_count(whole) != expected:
+        if element_count(shape) != expected:
             raise Internal(
-                f"inference output '{name}' has {element_count(whole)} elements, expecting the "
-                f"{expected} of the requests' inputs '{cut.source}'"
+                f"inference output '{name}' has {element_count(shape)} elements, expecting the "
+                f"{expected} of the requests' inputs '{split.source}'"
             )
         return shapes
 
-    def _piece(self, dims: Shape, source: Shape) -> Shape:
-        head, rest = (source[:1], source[1:]) if self._batched else ((), source)
-        sizes = zip(dims, rest, strict=True)
-        return (*head, *(size if dim == -1 else dim for dim, size in sizes))
+    def _part_shape(self, dims: Shape, source: Shape) -> Shape:
+        batch_dim, item_shape = (source[:1], source[1:]) if self._batched else ((), source)
+        sizes = zip(dims, item_shape, strict=True)
+        return (*batch_dim, *(size if dim == -1 else dim for dim, size in sizes))
 
 
-def made_inputs(config: ModelSpec) -> list[TensorSpec]:
+def generated_inputs(config: ModelSpec) -> list[TensorSpec]:
     """Return the inputs that `batch_input` generates.
 
     They are `ragged`, because they do not have one row for each row of the batch.
     """
-    ranks = {each.name: len(each.model_dims) for each in config.input}
+    ranks = {spec.name: len(spec.model_dims) for spec in config.input}
     return [
         TensorSpec(
             name,
-            each.datatype,
-            (ranks[each.source_input[0]] if each.kind == "BATCH_ITEM_SHAPE" else -1,),
+            rule.datatype,
+            (ranks[rule.source_input[0]] if rule.kind == "BATCH_ITEM_SHAPE" else -1,),
             ragged=True,
         )
-        for each in config.batch_input
-        for name in each.target_name
+        for rule in config.batch_input
+        for name in rule.target_name
     ]
 
 
-def _counts(shapes: Sequence[Shape]) -> list[int]:
+def _element_counts(shapes: Sequence[Shape]) -> list[int]:
     return list(map(element_count, shapes))
 
 
@@ -132,11 +136,13 @@ def _item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
     )
 
 
-_VALUES: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
-    "BATCH_ELEMENT_COUNT": lambda shapes, _: np.array(_counts(shapes)),
-    "BATCH_ACCUMULATED_ELEMENT_COUNT": lambda shapes, _: np.cumsum(_counts(shapes)),
-    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes, _: np.cumsum([0, *_counts(shapes)]),
-    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes, _: np.zeros(max(_counts(shapes))),
+_GENERATORS: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
+    "BATCH_ELEMENT_COUNT": lambda shapes, _: np.array(_element_counts(shapes)),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": lambda shapes, _: np.cumsum(_element_counts(shapes)),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes, _: np.cumsum(
+        [0, *_element_counts(shapes)]
+    ),
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes, _: np.zeros(max(_element_counts(shapes))),
     "BATCH_ITEM_SHAPE": _item_shapes,
     "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes, batched: _item_shapes(shapes, batched).reshape(-1),
 }
@@ -145,17 +151,22 @@ _VALUES: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
 class Padder:
     """The padder of one model's batches."""
 
-    def __init__(self, padding: Padding, signature: Signature, copied: Copied) -> None:
+    def __init__(self, padding: Padding, signature: Signature, copy_counter: CopyCounter) -> None:
         self._padding = padding
-        self._likes = {
-            name: _Like(
+        self._cut_rules = {
+            name: _CutRule(
                 source,
                 len(signature.outputs[name].dims),
-                list(zip(*_free(signature.outputs[name], signature.inputs[source]), strict=True)),
+                list(
+                    zip(
+                        *_variable_axes(signature.outputs[name], signature.inputs[source]),
+                        strict=True,
+                    )
+                ),
             )
             for name, source in padding.likes.items()
         }
-        self._copied = copied
+        self._copy_counter = copy_counter
 
     def pad(self, requests: Sequence[Request]) -> PaddedInputs:
         """Pad the inputs of a batch, add lengths and masks, and return the true shapes."""
@@ -165,18 +176,27 @@ class Padder:
                 continue  # the input is optional, and no request of the batch has it
             inputs = [request.inputs[name] for request in requests]
             shapes = [item.shape[1:] for item in inputs]
-            most = tuple(map(max, zip(*shapes, strict=True)))
-            target = pad.padded(most) or most
-            padded.true[name], padded.shape[name] = shapes, target
-            self._copied.inputs += sum(len(item.raw) for item in inputs)
-            _share(requests, inputs, name, inputs[0].datatype, _filled(pad, inputs, target), target)
+            largest = tuple(map(max, zip(*shapes, strict=True)))
+            target_shape = pad.padded(largest) or largest
+            padded.true_shapes[name], padded.padded_shapes[name] = shapes, target_shape
+            self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
+            _replace_inputs(
+                requests,
+                inputs,
+                name,
+                inputs[0].datatype,
+                _padded_batch(pad, inputs, target_shape),
+                target_shape,
+            )
             if pad.lengths:
                 rows = [item.shape[0] for item in inputs]
-                lengths = _bytes(np.repeat(np.array(shapes, np.int64), rows, axis=0))
-                _share(requests, inputs, pad.lengths, "INT64", lengths, (len(target),))
+                lengths = _byte_view(np.repeat(np.array(shapes, np.int64), rows, axis=0))
+                _replace_inputs(
+                    requests, inputs, pad.lengths, "INT64", lengths, (len(target_shape),)
+                )
             if pad.mask:
-                mask = _bytes(_mask(inputs, target))
-                _share(requests, inputs, pad.mask, "BOOL", mask, target)
+                mask = _byte_view(_true_mask(inputs, target_shape))
+                _replace_inputs(requests, inputs, pad.mask, "BOOL", mask, target_shape)
         return padded
 
     def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
@@ -184,24 +204,28 @@ class Padder:
 
         A request fails if its output has neither the padded nor the true lengths.
         """
-        for at, response in enumerate(responses):
+        for request_index, response in enumerate(responses):
             for index, output in enumerate(response.outputs):
-                like = self._likes.get(output.name)
-                if like is None or like.source not in padded.true:
+                rule = self._cut_rules.get(output.name)
+                if rule is None or rule.source not in padded.true_shapes:
                     continue
-                source = like.source
-                where = like.part(output.shape, padded.true[source][at], padded.shape[source])
-                if where is None:
+                source = rule.source
+                slices = rule.true_slices(
+                    output.shape,
+                    padded.true_shapes[source][request_index],
+                    padded.padded_shapes[source],
+                )
+                if slices is None:
                     response.error = Internal(
                         f"inference output '{output.name}' has the shape "
                         f"{shape_text(output.shape)}, which cannot be cut like input '{source}', "
-                        f"whose padded shape is {shape_text(padded.shape[source])}"
+                        f"whose padded shape is {shape_text(padded.padded_shapes[source])}"
                     )
                 else:
-                    response.outputs[index] = output._replace(data=output.data[where])
+                    response.outputs[index] = output._replace(data=output.data[slices])
 
 
-class _Like(NamedTuple):
+class _CutRule(NamedTuple):
     """The rule for cutting an output, whose variable dimensions are those of an input, in order.
 
     Attributes:
@@ -212,17 +236,19 @@ class _Like(NamedTuple):
     rank: int
     axes: list[tuple[int, int]]
 
-    def part(self, shape: Shape, true: Shape, padded: Shape) -> tuple[slice, ...] | None:
-        """Return the true part of an output, or None if its sizes are neither padded nor true."""
-        if len(shape) != 1 + self.rank:
+    def true_slices(
+        self, output_shape: Shape, true_shape: Shape, padded_shape: Shape
+    ) -> tuple[slice, ...] | None:
+        """Return the slices of an output's true part, or None if its sizes fit neither shape."""
+        if len(output_shape) != 1 + self.rank:
             return None
-        where = [slice(None)] * len(shape)
-        for at, source in self.axes:
-            if shape[1 + at] == padded[source]:
-                where[1 + at] = slice(true[source])
-            elif shape[1 + at] != true[source]:
+        slices = [slice(None)] * len(output_shape)
+        for axis, source_axis in self.axes:
+            if output_shape[1 + axis] == padded_shape[source_axis]:
+                slices[1 + axis] = slice(true_shape[source_axis])
+            elif output_shape[1 + axis] != true_shape[source_axis]:
                 return None
-        return tuple(where)
+        return tuple(slices)
 
 
 @dataclass(slots=True, eq=False)
@@ -230,86 +256,86 @@ class PaddedInputs:
     """The shapes of a batch's padded inputs, by name, without the batch dimension.
 
     Attributes:
-        true: The shape of each request before padding.
-        shape: The shape after padding.
+        true_shapes: The shape of each request before padding.
+        padded_shapes: The shape after padding.
     """
 
-    true: dict[str, list[Shape]] = field(default_factory=dict)
-    shape: dict[str, Shape] = field(default_factory=dict)
+    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)
+    padded_shapes: dict[str, Shape] = field(default_factory=dict)
 
 
-def _share(
+def _replace_inputs(
     requests: Sequence[Request],
     inputs: Sequence[Input],
     name: str,
     datatype: str,
-    whole: Any,
+    batch_bytes: Any,
     shape: Shape,
 ) -> None:
-    """Replace an input of each request by its rows of `whole`, the bytes of a batch."""
-    at = 0
-    row = element_count(shape) * ITEM_SIZE[datatype]
+    """Replace an input of each request by its rows of `batch_bytes`, the bytes of a batch."""
+    offset = 0
+    row_bytes = element_count(shape) * ITEM_SIZE[datatype]
     for request, source in zip(requests, inputs, strict=True):
         rows = source.shape[0]
-        end = at + rows * row
+        end = offset + rows * row_bytes
         request.inputs[name] = Input(
             name,
             datatype,
             (rows, *shape),
-            whole[at:end],
+            batch_bytes[offset:end],
             model=source.model,
-            on_device=not isinstance(whole, memoryview),
+            on_device=not isinstance(batch_bytes, memoryview),
             writable=True,  # the padded array belongs to this batch alone
-            batch=whole,
+            batch=batch_bytes,
         )
-        at = end
+        offset = end
 
 
-def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
+def _padded_batch(pad: Pad, inputs: Sequence[Input], target_shape: Shape) -> Any:
     """Return the bytes of a padded batch, on the device of an input if an input is on a device."""
-    shape = (sum(item.shape[0] for item in inputs), *target)
+    shape = (sum(item.shape[0] for item in inputs), *target_shape)
     if any(item.on_device for item in inputs):
-        return _filled_on_device(pad, inputs, shape)
+        return _padded_batch_on_device(pad, inputs, shape)
     datatype = inputs[0].datatype
-    whole: Array = np.empty(shape, STORED[datatype])
-    if any(item.shape[1:] != target for item in inputs):
-        whole[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
-    for item, where in zip(inputs, _slices(inputs), strict=True):
-        whole[where] = item.numpy()
-    return _bytes(whole)
+    batch: Array = np.empty(shape, STORED[datatype])
+    if any(item.shape[1:] != target_shape for item in inputs):
+        batch[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
+    for item, slices in zip(inputs, _input_slices(inputs), strict=True):
+        batch[slices] = item.numpy()
+    return _byte_view(batch)
 
 
-def _filled_on_device(pad: Pad, inputs: Sequence[Input], shape: Shape) -> Any:
+def _padded_batch_on_device(pad: Pad, inputs: Sequence[Input], shape: Shape) -> Any:
     import torch
 
     device = next(item.raw.device for item in inputs if item.on_device)
     tensors = [item.torch() for item in inputs]
-    whole = torch.full(shape, pad.value, dtype=tensors[0].dtype, device=device)
-    for tensor, where in zip(tensors, _slices(inputs), strict=True):
-        whole[where] = tensor.to(device)
-    return whole.reshape(-1).view(torch.uint8)
+    batch = torch.full(shape, pad.value, dtype=tensors[0].dtype, device=device)
+    for tensor, slices in zip(tensors, _input_slices(inputs), strict=True):
+        batch[slices] = tensor.to(device)
+    return batch.reshape(-1).view(torch.uint8)
 
 
-def _mask(inputs: Sequence[Input], target: Shape) -> Array:
-    mask = np.zeros((sum(item.shape[0] for item in inputs), *target), np.bool_)
-    for where in _slices(inputs):
-        mask[where] = True
+def _true_mask(inputs: Sequence[Input], target_shape: Shape) -> Array:
+    mask = np.zeros((sum(item.shape[0] for item in inputs), *target_shape), np.bool_)
+    for slices in _input_slices(inputs):
+        mask[slices] = True
     return mask
 
 
-def _slices(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
+def _input_slices(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
     """Yield the slices of the padded batch that each input occupies."""
-    at = 0
+    start = 0
     for item in inputs:
-        end = at + item.shape[0]
-        yield (slice(at, end), *map(slice, item.shape[1:]))
-        at = end
+        end = start + item.shape[0]
+        yield (slice(start, end), *map(slice, item.shape[1:]))
+        start = end
 
 
-def _bytes(whole: Array) -> memoryview:
-    return whole.reshape(-1).view(np.uint8).data
+def _byte_view(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
-def _free(*specs: TensorSpec) -> list[list[int]]:
+def _variable_axes(*specs: TensorSpec) -> list[list[int]]:
     """Return the indices of the variable dimensions of each tensor."""
     return [[axis for axis, dim in enumerate(spec.dims) if dim == -1] for spec in specs]

@@ -41,8 +41,8 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True, eq=False)
-class Copied:
-    """A counter of the bytes that a worker has copied: of inputs, and of outputs."""
+class CopyCounter:
+    """A counter of the bytes of inputs and of outputs that a worker has copied."""
 
     inputs: int = 0
     outputs: int = 0
@@ -221,7 +221,7 @@ class Request:
     shared: bool = False
     states: tuple[str, ...] = ()
 
-    def returned(self, array: Array) -> Range | None:
+    def range_of_input(self, array: Array) -> Range | None:
         """Return the memory range of the input that an array was returned for by `Input.numpy`.
 
         Returns:
@@ -270,11 +270,11 @@ class _RequestProperties:
         "batch_size",
         "input_count",
         "inputs",
-        "placed",
+        "placed_outputs",
         "requested",
         "response_kinds",
         "schema",
-        "strings",
+        "string_inputs",
     )
 
     def __init__(
@@ -289,8 +289,8 @@ class _RequestProperties:
         self.input_count = len(inputs)
         self.batch_size = batch_size
         self.requested = requested
-        self.placed = [output.name for output in schema.outputs if output.placed]
-        self.strings = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
+        self.placed_outputs = [output.name for output in schema.outputs if output.placed]
+        self.string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
         self.response_kinds: dict[Any, Any] = {}
 
 
@@ -303,14 +303,14 @@ class Unpacker:
 
     _signature: Signature
     _mappings: Mappings
-    _copied: Copied = field(default_factory=Copied)
+    _copy_counter: CopyCounter = field(default_factory=CopyCounter)
     _device_inputs: bool = False
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         outputs = self._signature.outputs
         self._all_outputs = {name: OutputSchema(name, False, False) for name in outputs}
-        self._kinds = Schemas(self._derive)
+        self._properties_by_schema = Schemas(self._derive)
 
     def request(
         self,
@@ -324,48 +324,50 @@ class Unpacker:
             InvalidArgument: The request does not fit the model, or names memory that is too small.
             Unavailable: The memory of a tensor no longer exists.
         """
-        entries, schema = self._kinds.entries, work.schema
-        kind = entries[schema] if schema in entries else self._kinds.learn(schema)
+        entries, schema = self._properties_by_schema.entries, work.schema
+        properties = (
+            entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        )
         data = work.data
-        if len(data) != kind.schema.count:
+        if len(data) != properties.schema.count:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
         shared: list[Range] = []
-        for (name, datatype, shape, expected), raw in zip(kind.inputs, data, strict=False):
+        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
-                own = memoryview(bytearray(raw))
-                size = own.nbytes
+                copy = memoryview(bytearray(raw))
+                size = copy.nbytes
                 if expected not in (size, -1):
-                    raise self._wrong_size(name, expected, size)
-                self._copied.inputs += size
-                inputs[name] = Input(name, datatype, shape, own, None, model)
+                    raise self._size_error(name, expected, size)
+                self._copy_counter.inputs += size
+                inputs[name] = Input(name, datatype, shape, copy, None, model)
             else:
                 memory_range = unpack_range(raw)
                 size = memory_range.byte_size
                 if expected not in (size, -1):
-                    raise self._wrong_size(name, expected, size)
-                inputs[name] = self._placed(name, datatype, shape, memory_range)
+                    raise self._size_error(name, expected, size)
+                inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared += [memory_range]
             byte_size += size
-        if kind.strings:
-            _check_elements(inputs, kind.strings, work.request_id)
+        if properties.string_inputs:
+            _check_elements(inputs, properties.string_inputs, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
-        if kind.placed:
-            outputs = map(unpack_range, data[kind.input_count :])
-            memory_ranges = dict(zip(kind.placed, outputs, strict=True))
+        if properties.placed_outputs:
+            outputs = map(unpack_range, data[properties.input_count :])
+            memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
             aliased = overlap(shared, memory_ranges.values())
         return Request(
             work,
-            kind.schema,
-            kind.batch_size,
+            properties.schema,
+            properties.batch_size,
             inputs,
-            kind.requested,
+            properties.requested,
             memory_ranges,
             is_cancelled,
-            kind.response_kinds,
+            properties.response_kinds,
             aliased,
             byte_size,
             bool(shared),
@@ -401,28 +403,30 @@ class Unpacker:
             return tensor
         return tensor._replace(shape=self._model_shape(shape, spec))
 
-    def _wrong_size(self, name: str, expected: int, actual: int) -> InvalidArgument:
+    def _size_error(self, name: str, expected: int, actual: int) -> InvalidArgument:
         return InvalidArgument(
             f"input byte size mismatch for input '{name}' for model '{self._signature.name}'. "
             f"Expected {expected}, got {actual}"
         )
 
-    def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Range) -> Input:
+    def _input_in_range(
+        self, name: str, datatype: str, shape: tuple[int, ...], client_range: Range
+    ) -> Input:
         """Return the input in a memory range."""
         memory_range: Range | None = None
         on_device = shared = False
-        if data.memory.copied:
-            raw = self._mappings.read(data)
-            self._copied.inputs += len(raw)
+        if client_range.memory.copied:
+            raw = self._mappings.read(client_range)
+            self._copy_counter.inputs += len(raw)
         else:
-            memory_range = data
-            raw = self._mappings.view(data)
+            memory_range = client_range
+            raw = self._mappings.view(client_range)
             shared = datatype != "BYTES"
-            on_device = data.memory.cuda is not None
+            on_device = client_range.memory.cuda is not None
             if on_device and not (shared and self._device_inputs):
                 from shmserve.workers.memory.tensors import to_host
 
-                self._copied.inputs += len(raw)
+                self._copy_counter.inputs += len(raw)
                 raw, memory_range = to_host(raw), None
                 on_device = shared = False
         model = self._signature.name
@@ -440,11 +444,11 @@ def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: 
     Raises:
         InvalidArgument: The lengths of an input's elements do not match its byte size.
     """
-    wrong: list[str] = []
+    problems: list[str] = []
     for name in names:
         try:
             inputs[name].numpy()
         except InvalidArgument as error:
-            wrong.append(error.message)
-    if wrong:
-        raise InvalidArgument(id_prefix(request_id) + "; ".join(wrong))
+            problems.append(error.message)
+    if problems:
+        raise InvalidArgument(id_prefix(request_id) + "; ".join(problems))

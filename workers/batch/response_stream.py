@@ -23,13 +23,13 @@ from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
 from shmserve.ipc.tensors.inference import Packed, byte_size_of
 from shmserve.workers.batch.request import Request, Response
-from shmserve.workers.batch.scatter import MOST_TRACED, Scatterer
+from shmserve.workers.batch.scatter import MAX_TRACED_CHARS, Scatterer
 from shmserve.workers.context import ModelContext, client_error
 from shmserve.workers.links.scheduler import InstanceLink, Timer, WorkerRequest
 
-_PAUSE_S = 0.1
-_SOON_NS = 1_000_000
-_AT_ONCE = 100
+_REPORT_INTERVAL_S = 0.1
+_REPORT_DELAY_NS = 1_000_000
+_BURST_REPORTS = 100
 
 
 class MetricsReports:
@@ -42,72 +42,78 @@ class MetricsReports:
     further changes at the rate of the reports between batches.
     """
 
-    def __init__(self, changes: Callable[[], list[list[Any]] | None], link: InstanceLink) -> None:
-        self._changes = changes  # returns all families if there was a change since the last call
+    def __init__(
+        self, collect_changes: Callable[[], list[list[Any]] | None], link: InstanceLink
+    ) -> None:
+        self._collect_changes = (
+            collect_changes  # returns all families if there was a change since the last call
+        )
         self._link = link
-        self._last: MetricsReported | None = None
-        self._again_s = 0.0
-        self._tokens, self._counted_s = (
-            float(_AT_ONCE),
+        self._last_report: MetricsReported | None = None
+        self._next_report_s = 0.0
+        self._tokens, self._refilled_s = (
+            float(_BURST_REPORTS),
             0.0,
         )  # tokens of the bucket, and the time of their last count
-        self.timer = Timer(_SOON_NS, self._send)
+        self.timer = Timer(_REPORT_DELAY_NS, self._send)
 
-    def changed(self, at_once: bool) -> None:
+    def report_change(self, immediately: bool) -> None:
         """Report a change; safe in any thread.
 
         Args:
-            at_once: Whether to report the change immediately. The garbage collector passes False,
+            immediately: Whether this call reports the change. The garbage collector passes False,
                 and a timer then reports the change.
         """
-        if at_once:
+        if immediately:
             self._send()
         else:
             self.timer.start()
 
     def _send(self) -> None:
         now = time.monotonic()
-        self._tokens = min(_AT_ONCE, self._tokens + (now - self._counted_s) / _PAUSE_S)
-        self._counted_s = now
+        self._tokens = min(
+            _BURST_REPORTS, self._tokens + (now - self._refilled_s) / _REPORT_INTERVAL_S
+        )
+        self._refilled_s = now
         if self._tokens < 1:
             return
         with self._link.lock:
-            if self.before_responses():
+            if self.post_changes():
                 self._tokens -= 1
                 self._link.flush()
 
     def attach(self) -> None:
         """Post all metrics to a scheduler that has just been attached."""
         with self._link.lock:
-            if not self.before_responses() and self._last is not None:
-                self._link.post(self._last)
+            if not self.post_changes() and self._last_report is not None:
+                self._link.post(self._last_report)
 
-    def before_responses(self) -> bool:
+    def post_changes(self) -> bool:
         """Post changed metrics; return whether there were any. Needs the link's lock."""
-        families = self._changes()
+        families = self._collect_changes()
         if families is not None:
-            self._last = MetricsReported(families)
-            self._link.post(self._last)
+            self._last_report = MetricsReported(families)
+            self._link.post(self._last_report)
         return families is not None
 
-    def between_batches(self) -> float | None:
+    def send_if_due(self) -> float | None:
         """Send changed metrics unless a report was sent recently.
 
         Returns:
             The seconds until the next call, or None if no metric has changed.
         """
         now = time.monotonic()
-        if now < self._again_s:
-            return self._again_s - now
+        if now < self._next_report_s:
+            return self._next_report_s - now
         with self._link.lock:
-            if not self.before_responses():
+            if not self.post_changes():
                 return None
             self._link.flush()
-        self._again_s = now + _PAUSE_S
-        return _PAUSE_S
+        self._next_report_s = now + _REPORT_INTERVAL_S
+        return _REPORT_INTERVAL_S
 
 
-MOST_WAIT_S = 30.0
+MAX_CREDIT_WAIT_S = 30.0
 _NO_FINAL_RESPONSE = Internal(
     "the model released the request's response sender without a final response"
 )
@@ -128,15 +134,15 @@ class ResponseWriter:
     context: ModelContext
     abandoned: deque[tuple[ResponseStream, BaseException | None]] = field(default_factory=deque)
 
-    def refuse(self, opened: WorkerRequest, error: ShmserveError) -> None:
+    def refuse(self, open_request: WorkerRequest, error: ShmserveError) -> None:
         """Fail a request that cannot be read."""
         now_ns = time.monotonic_ns()
         with self.link.lock:
-            if self.link.is_open(opened):
-                self.link.close(opened)
+            if self.link.is_open(open_request):
+                self.link.close(open_request)
                 self.link.send(
                     ExecutionResponded(
-                        opened.key,
+                        open_request.key,
                         error.code,
                         error.message,
                         b"",
@@ -162,20 +168,22 @@ class ResponseStream:
     """
 
     __slots__ = (
-        *("_closed", "_open", "_overran", "_sent", "_traced", "_writer"),
+        *("_closed", "_open", "_timed_out", "_sent", "_traced_tensors", "_writer"),
         *("request", "rescheduled"),
     )
 
-    def __init__(self, writer: ResponseWriter, opened: WorkerRequest, request: Request) -> None:
+    def __init__(
+        self, writer: ResponseWriter, open_request: WorkerRequest, request: Request
+    ) -> None:
         self.request = request
         self._writer = writer
-        self._open = opened
+        self._open = open_request
         self._sent = False
         self._closed = False
-        self._traced = b""  # packed tensors of a traced request
-        self._overran = False
+        self._traced_tensors = b""  # packed tensors of a traced request
+        self._timed_out = False
         self.rescheduled = False
-        opened.open_window(bool(request.memory_ranges))
+        open_request.open_window(bool(request.memory_ranges))
 
     @property
     def closed(self) -> bool:
@@ -183,7 +191,7 @@ class ResponseStream:
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """
-        return self._closed and not self._overran
+        return self._closed and not self._timed_out
 
     def is_cancelled(self) -> bool:
         """Check whether the request was cancelled, after reading pending messages."""
@@ -200,20 +208,20 @@ class ResponseStream:
             final: Whether to end the stream.
         """
         given_ns = time.monotonic_ns()
-        link, opened = self._writer.link, self._open
+        link, open_request = self._writer.link, self._open
         while True:
             with link.lock:
                 if self._closed:
                     return
-                if opened.dropped:
+                if open_request.reader_gone:
                     response = None
-                if response is None or opened.window.is_open:
+                if response is None or open_request.window.is_open:
                     is_first = not self._sent
                     if response is not None or final:
                         self._post(response, final, given_ns, failed=False)
                     break
-            if not link.wait_for_credit(opened, MOST_WAIT_S):
-                self._overrun()
+            if not link.wait_for_credit(open_request, MAX_CREDIT_WAIT_S):
+                self._time_out()
                 return
         if is_first and not final:
             # The model keeps this core busy, so the processes that forward the response run first.
@@ -222,7 +230,7 @@ class ResponseStream:
     @property
     def may_send(self) -> bool:
         """Return whether `send` would return without blocking."""
-        return self._closed or self._open.dropped or self._open.window.is_open
+        return self._closed or self._open.reader_gone or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Register a function that is called when the request is cancelled, in any thread."""
@@ -284,21 +292,21 @@ class ResponseStream:
         else:
             self.fail(_NO_FINAL_RESPONSE if error is None else self.explain(error))
 
-    def _overrun(self) -> None:
+    def _time_out(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                why = (
-                    f"the client has read no response for {MOST_WAIT_S:g} s; no more responses "
-                    "are sent"
+                reason = (
+                    f"the client has read no response for {MAX_CREDIT_WAIT_S:g} s; no more "
+                    "responses are sent"
                 )
-                self.fail(Unavailable(why))
-                self._overran = True
+                self.fail(Unavailable(reason))
+                self._timed_out = True
                 self._open.cancel()
 
     def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
-        copied, memory = writer.context.copied, writer.context.output_memory
+        copied, memory = writer.context.copy_counter, writer.context.output_memory
         code = message = ""
         packed: Packed = (b"", [])
         copied_before = copied.outputs
@@ -309,18 +317,18 @@ class ResponseStream:
             try:
                 packed = writer.scatterer.write(self.request, response)
                 writer.scatterer.finish_writes()
-            except BaseException as raised:
-                explained = self.explain(raised)
+            except BaseException as error:
+                explained = self.explain(error)
                 code, message = explained.code, explained.message
                 failed = final
-        copied_out = copied.outputs - copied_before
+        copied_bytes = copied.outputs - copied_before
         copied.outputs = copied_before
-        if self.request.work.trace and len(self._traced) < MOST_TRACED:
-            self._traced += b"".join(writer.context.spans)
+        if self.request.work.trace and len(self._traced_tensors) < MAX_TRACED_CHARS:
+            self._traced_tensors += b"".join(writer.context.spans)
             writer.context.spans.clear()
         is_sent = False
         if writer.link.is_open(self._open):
-            writer.metrics.before_responses()
+            writer.metrics.post_changes()
             writer.link.post(
                 ExecutionResponded(
                     self._open.key,
@@ -330,18 +338,18 @@ class ResponseStream:
                     final,
                     given_ns,
                     time.monotonic_ns(),
-                    copied_out,
+                    copied_bytes,
                     failed,
-                    self._traced if final else b"",
+                    self._traced_tensors if final else b"",
                 )
             )
             # A response with arena memory is flushed now, because its delivery must be known.
-            waits = self._sent and not final and not memory.has_fresh
-            is_sent = writer.link.flush_soon() if waits else writer.link.flush()
+            may_wait = self._sent and not final and not memory.has_unsent
+            is_sent = writer.link.flush_soon() if may_wait else writer.link.flush()
         if is_sent:
-            memory.delivered()
+            memory.mark_sent()
         else:
-            memory.undelivered()
+            memory.free_unsent()
         if response is not None:
             self._sent = True
             self._open.window.sent(byte_size_of(packed[1]))
@@ -357,8 +365,10 @@ class ResponseStream:
         """Return the error for the client, given an exception of the model or of a write."""
         try:
             return client_error(self._writer.context, error, self.request.work)
-        except BaseException as lost:
-            self._writer.context.control.inbox.append(lost)  # the loop then ends the process
+        except BaseException as device_error:
+            self._writer.context.control.inbox.append(
+                device_error
+            )  # the loop then ends the process
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 

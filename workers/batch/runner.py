@@ -32,7 +32,7 @@ from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
 from shmserve.workers.batch.ragged import Ragged
-from shmserve.workers.batch.request import Copied, Input, Request
+from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
 from shmserve.workers.memory.static_plan import MemoryPlan
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 # Size of the largest buffer that is reserved in advance for larger batches.
-_RESERVED_AT_ONCE = 64 * 1024 * 1024
+_MAX_RESERVED_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(eq=False)
@@ -63,12 +63,12 @@ class Gatherer:
     _signature: Signature
     _mappings: Mappings
     _allocate: Callable[[int], memoryview]
-    _copied: Copied = field(default_factory=Copied)
+    _copy_counter: CopyCounter = field(default_factory=CopyCounter)
     _buffers: dict[str, memoryview] = field(default_factory=dict)
-    _on_device: Any = None  # a DeviceBuffers object, from the first batch in device memory on
+    _device_buffers: Any = None  # a DeviceBuffers object, from the first batch in device memory on
 
     def __post_init__(self) -> None:
-        self._most_rows = max(1, self._signature.max_batch_size)
+        self._max_rows = max(1, self._signature.max_batch_size)
         self._ragged = {spec.name for spec in self._signature.inputs.values() if spec.ragged}
 
     def reserve(self, name: str, byte_size: int) -> None:
@@ -76,7 +76,7 @@ class Gatherer:
         self._buffer(name, byte_size, byte_size)
 
     def gather(
-        self, name: str, requests: Sequence[Request], own: bool = False
+        self, name: str, requests: Sequence[Request], copy: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:
         """Gather an input that all `requests` have; not for BYTES.
 
@@ -85,7 +85,7 @@ class Gatherer:
         Args:
             name: The input.
             requests: The requests of the batch.
-            own: Whether to copy the bytes even if a view is possible.
+            copy: Whether to copy the bytes even if a view is possible.
 
         Returns:
             The bytes, which are valid until the next call for the same input, the shape of the
@@ -93,23 +93,23 @@ class Gatherer:
         """
         inputs = [request.inputs[name] for request in requests]
         shape = self._batch_shape(name, inputs)
-        if not own:
-            raw = inputs[0].raw if len(inputs) == 1 else self._adjacent(inputs)
+        if not copy:
+            raw = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
             if raw is not None:
                 return raw, shape, inputs[0].memory_range is not None or inputs[0].kept
-        total = sum(len(item.raw) for item in inputs)
+        byte_size = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
-        self._copied.inputs += total
-        most = buffer_capacity(total, rows, self._most_rows)
+        self._copy_counter.inputs += byte_size
+        capacity = buffer_capacity(byte_size, rows, self._max_rows)
         if any(item.on_device for item in inputs):
-            return self._gather_on_device(name, inputs, most), shape, False
-        buffer = self._buffer(name, total, most)
-        at = 0
+            return self._gather_on_device(name, inputs, capacity), shape, False
+        buffer = self._buffer(name, byte_size, capacity)
+        position = 0
         for item in inputs:
-            end = at + len(item.raw)
-            buffer[at:end] = item.raw
-            at = end
-        return buffer[:total], shape, False
+            end = position + len(item.raw)
+            buffer[position:end] = item.raw
+            position = end
+        return buffer[:byte_size], shape, False
 
     def gather_strings(self, name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
         """Return a BYTES input of a batch as an object array of `bytes`, shaped as by `gather`."""
@@ -119,47 +119,51 @@ class Gatherer:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _batch_shape(self, name: str, inputs: list[Input]) -> tuple[int, ...]:
-        first = inputs[0].shape
+        first_shape = inputs[0].shape
         if name in self._ragged:
             return (sum(element_count(item.shape) for item in inputs),)
         if len(inputs) == 1:
-            return first
-        return (sum(item.shape[0] for item in inputs), *first[1:])
+            return first_shape
+        return (sum(item.shape[0] for item in inputs), *first_shape[1:])
 
-    def _gather_on_device(self, name: str, inputs: list[Input], most: int) -> Any:
-        if self._on_device is None:
+    def _gather_on_device(self, name: str, inputs: list[Input], capacity: int) -> Any:
+        if self._device_buffers is None:
             from shmserve.workers.memory.tensors import DeviceBuffers
 
-            self._on_device = DeviceBuffers()
-        return self._on_device.gather(name, [item.raw for item in inputs], most)
+            self._device_buffers = DeviceBuffers()
+        return self._device_buffers.gather(name, [item.raw for item in inputs], capacity)
 
-    def _adjacent(self, inputs: list[Input]) -> Any:
-        first = inputs[0].memory_range
-        if first is None:
-            whole = inputs[0].batch
-            parts = [item.raw for item in inputs if whole is not None and item.batch is whole]
-            return whole if parts and sum(map(len, parts)) == len(whole) else None
-        end = first.offset
+    def _adjacent_bytes(self, inputs: list[Input]) -> Any:
+        first_range = inputs[0].memory_range
+        if first_range is None:
+            batch_bytes = inputs[0].batch
+            parts = [
+                item.raw for item in inputs if batch_bytes is not None and item.batch is batch_bytes
+            ]
+            return batch_bytes if parts and sum(map(len, parts)) == len(batch_bytes) else None
+        end = first_range.offset
         for item in inputs:
             memory_range = item.memory_range
             if (
                 memory_range is None
                 or memory_range.offset != end
-                or memory_range.memory.id != first.memory.id
+                or memory_range.memory.id != first_range.memory.id
             ):
                 return None
             end += memory_range.byte_size
-        return self._mappings.view(Range(first.memory, first.offset, end - first.offset))
+        return self._mappings.view(
+            Range(first_range.memory, first_range.offset, end - first_range.offset)
+        )
 
-    def _buffer(self, name: str, byte_size: int, most: int) -> memoryview:
+    def _buffer(self, name: str, byte_size: int, capacity: int) -> memoryview:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < byte_size:
             self._buffers.pop(name, None)  # freed before the larger buffer is allocated
-            buffer = self._buffers[name] = self._allocate(most)
+            buffer = self._buffers[name] = self._allocate(capacity)
         return buffer
 
 
-def buffer_capacity(byte_size: int, rows: int, most_rows: int) -> int:
+def buffer_capacity(byte_size: int, rows: int, max_rows: int) -> int:
     """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
     The capacity is that of the largest batch of such rows, if this is at most `_RESERVED_AT_ONCE`.
@@ -172,11 +176,11 @@ def buffer_capacity(byte_size: int, rows: int, most_rows: int) -> int:
     True
     """
     rows = max(1, rows)
-    largest = (byte_size + rows - 1) // rows * max(most_rows, rows)
-    return min(largest, max(byte_size + byte_size // 4, _RESERVED_AT_ONCE))
+    largest = (byte_size + rows - 1) // rows * max(max_rows, rows)
+    return min(largest, max(byte_size + byte_size // 4, _MAX_RESERVED_BYTES))
 
 
-_ALL = slice(None)
+_ALL_ROWS = slice(None)
 
 
 class BatchOutput(NamedTuple):
@@ -190,10 +194,10 @@ class BatchOutput(NamedTuple):
     @property
     def shape(self) -> Sequence[int]:
         """Return the shape of the whole batch."""
-        whole: Sequence[int] = (self.host if self.device is None else self.device).shape
-        return whole
+        batch_shape: Sequence[int] = (self.host if self.device is None else self.device).shape
+        return batch_shape
 
-    def part(self, request: Request, rows: slice = _ALL, shape: Shape | None = None) -> Output:
+    def part(self, request: Request, rows: slice = _ALL_ROWS, shape: Shape | None = None) -> Output:
         """Return the part of a request.
 
         Args:
@@ -201,18 +205,20 @@ class BatchOutput(NamedTuple):
             rows: The rows of the request; its elements if there is a `shape`.
             shape: The shape of a part of a flat output.
         """
-        whole = self._for(request)
+        batch = self._batch_for(request)
         if shape is not None:
-            return Output(self.name, self.datatype, whole.reshape(-1)[rows].reshape(shape))
-        return Output(self.name, self.datatype, whole if rows is _ALL else whole[rows])
+            return Output(self.name, self.datatype, batch.reshape(-1)[rows].reshape(shape))
+        return Output(self.name, self.datatype, batch if rows is _ALL_ROWS else batch[rows])
 
-    def _for(self, request: Request) -> Any:
-        if self.device is not None and (self.host is None or to_device(request, self.name)):
+    def _batch_for(self, request: Request) -> Any:
+        if self.device is not None and (
+            self.host is None or requires_device_memory(request, self.name)
+        ):
             return self.device
         return self.host
 
 
-def to_device(request: Request, name: str) -> bool:
+def requires_device_memory(request: Request, name: str) -> bool:
     """Check whether a request requires an output in device memory."""
     memory_range = request.memory_ranges.get(name)
     return memory_range is not None and memory_range.memory.cuda is not None
@@ -237,55 +243,55 @@ class Runner:
     _context: ModelContext
     _signature: Signature
     _device: Device
-    _as_numpy: frozenset[str] = frozenset()
+    _numpy_inputs: frozenset[str] = frozenset()
     _ragged: Ragged | None = None
-    _views: bool = False
-    _learning: bool = True
-    _watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    _passes_views: bool = False
+    _is_learning: bool = True
+    _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     # The inputs that are checked for changes, with their original bytes.
-    _first: list[tuple[memoryview, bytes]] = field(default_factory=list)
+    _original_bytes: list[tuple[memoryview, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
-        self._copied = context.copied
+        self._copy_counter = context.copy_counter
         if "torch" in sys.modules:  # imported at load instead of in the first request
             importlib.import_module("shmserve.workers.memory.tensors")
         self._gatherer = Gatherer(
-            signature, context.mappings, self._device.host_buffer, context.copied
+            signature, context.mappings, self._device.host_buffer, context.copy_counter
         )
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """Return the memory plan of `model`, and allocate its buffers; None if shapes vary."""
-        weights = _byte_size(model) if is_module(model) else 0
+        weights = _weights_byte_size(model) if is_module(model) else 0
         plan = MemoryPlan.of(config, self._signature, weights)
         if plan is not None and plan.rows > 1 and config.has_scheduler:
-            for name, row in plan.inputs.items():
-                self._gatherer.reserve(name, row * plan.rows)
+            for name, row_bytes in plan.inputs.items():
+                self._gatherer.reserve(name, row_bytes * plan.rows)
         return plan
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def detecting_writes(self) -> Iterator[None]:
         """Return a context for the model's call that detects writes into the inputs."""
         try:
             yield
         finally:
-            self._watch()
+            self._detect_writes()
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the inputs of the requests, whole batches on the device; all have the same inputs.
 
         Must be called outside `inference_mode`, where tensors have no version counter.
         """
-        self._clear_watched()
+        self._clear_watched_inputs()
         batch: dict[str, Any] = {}
-        for name, first in requests[0].inputs.items():
-            if first.datatype == "BYTES":
+        for name, first_input in requests[0].inputs.items():
+            if first_input.datatype == "BYTES":
                 batch[name] = self._gatherer.gather_strings(name, requests)
-            elif name in self._as_numpy:
-                batch[name] = self._numpy(name, first.datatype, requests)
+            elif name in self._numpy_inputs:
+                batch[name] = self._numpy_input(name, first_input.datatype, requests)
             else:
-                batch[name] = self._tensor(name, first.datatype, requests)
+                batch[name] = self._torch_input(name, first_input.datatype, requests)
         self._add_ragged(batch, requests)
         self._context.stopwatch.input_end_ns = time.monotonic_ns()
         return batch
@@ -293,65 +299,73 @@ class Runner:
     def _add_ragged(self, batch: dict[str, Any], requests: Sequence[Request]) -> None:
         if self._ragged is None:
             return
-        for name, values in self._ragged.inputs(requests).items():
-            if name in self._as_numpy:
-                batch[name] = values
+        for name, array in self._ragged.inputs(requests).items():
+            if name in self._numpy_inputs:
+                batch[name] = array
             else:
                 import torch
 
-                batch[name] = torch.from_numpy(values).to(self._device.torch)
+                batch[name] = torch.from_numpy(array).to(self._device.torch)
 
-    def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
-        raw, shape, view = self._gatherer.gather(name, requests)
+    def _numpy_input(
+        self, name: str, datatype: str, requests: Sequence[Request]
+    ) -> np.ndarray[Any, Any]:
+        raw, shape, is_view = self._gatherer.gather(name, requests)
         if not isinstance(raw, memoryview):
-            self._copied.inputs += len(raw)
-            raw, view = _to_host(raw), False
+            self._copy_counter.inputs += len(raw)
+            raw, is_view = _to_host(raw), False
         array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
         # The executor passes copies to a model that fails because it writes into its inputs.
-        array.flags.writeable = not view
+        array.flags.writeable = not is_view
         return array
 
-    def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
+    def _torch_input(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
         # Inputs in host memory are copied to a device anyway.
-        first = requests[0].inputs[name]
-        aliased = (not self._device.remote or first.on_device) and not first.writable
-        raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
+        first_input = requests[0].inputs[name]
+        is_aliased = (
+            not self._device.needs_copies or first_input.on_device
+        ) and not first_input.writable
+        raw, shape, is_view = self._gatherer.gather(
+            name, requests, is_aliased and not self._passes_views
+        )
         from shmserve.workers.memory.tensors import as_torch
 
         tensor = as_torch(datatype, shape, raw)
         if isinstance(raw, memoryview):
-            if self._learning and aliased:
-                self._first.append((raw, bytes(raw)))
-            if self._device.remote:
-                self._copied.inputs += tensor.nbytes
+            if self._is_learning and is_aliased:
+                self._original_bytes.append((raw, bytes(raw)))
+            if self._device.needs_copies:
+                self._copy_counter.inputs += tensor.nbytes
                 return self._device.put(tensor)
         elif tensor.device != self._device.torch:
             # The input is in the memory of another device.
-            self._copied.inputs += tensor.nbytes
+            self._copy_counter.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
-        if (view or self._learning) and not first.writable:
-            self._watched.append((tensor, tensor._version))
+        if (is_view or self._is_learning) and not first_input.writable:
+            self._watched_tensors.append((tensor, tensor._version))
         return tensor
 
-    def _watch(self) -> None:
-        wrote = any(tensor._version != version for tensor, version in self._watched)
+    def _detect_writes(self) -> None:
+        has_written = any(tensor._version != version for tensor, version in self._watched_tensors)
         # Writes that bypass torch, as through `x.numpy()`, do not change the version.
-        wrote = wrote or any(raw.tobytes() != before for raw, before in self._first)
-        if self._watched:
-            if wrote and (self._views or self._learning):
+        has_written = has_written or any(
+            raw.tobytes() != original for raw, original in self._original_bytes
+        )
+        if self._watched_tensors:
+            if has_written and (self._passes_views or self._is_learning):
                 logger.warning(
                     "model '%s' writes into its inputs, so that they are copied from now on",
                     self._signature.name,
                 )
-            self._views = not wrote
-            self._learning = False
-        self._clear_watched()
+            self._passes_views = not has_written
+            self._is_learning = False
+        self._clear_watched_inputs()
 
-    def _clear_watched(self) -> None:
-        self._watched.clear()
-        self._first.clear()
+    def _clear_watched_inputs(self) -> None:
+        self._watched_tensors.clear()
+        self._original_bytes.clear()
 
     def responses(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Response]:
         """Return a response for each request, with its rows of each requested output.
@@ -361,36 +375,36 @@ class Runner:
         """
         requested = {name for request in requests for name in request.requested}
         batch_outputs: list[BatchOutput] = []
-        for name, value in outputs.items():
+        for name, output in outputs.items():
             if name in requested:
-                batch_outputs.append(self._fetch(name, value, requests))
-        if self._device.remote:
+                batch_outputs.append(self._fetch(name, output, requests))
+        if self._device.needs_copies:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        states = [self._state(name, outputs, requests) for name in requests[0].states]
+        states = [self._fetch_state(name, outputs, requests) for name in requests[0].states]
         if len(requests) == 1:
             return [
-                Response([self._parts(item, requests)[0] for item in batch_outputs], states=states)
+                Response([self._split(item, requests)[0] for item in batch_outputs], states=states)
             ]
-        parts = [self._parts(item, requests) for item in batch_outputs]
+        parts = [self._split(item, requests) for item in batch_outputs]
         state_rows = [
-            [state._replace(data=state.data[rows]) for rows in where]
+            [state._replace(data=state.data[rows]) for rows in row_slices]
             for state in states
-            if (where := self._rows(state.name, state.shape, requests))
+            if (row_slices := self._row_slices(state.name, state.shape, requests))
         ]
         return [
-            Response([part[at] for part in parts], states=[state[at] for state in state_rows])
-            for at in range(len(requests))
+            Response([part[index] for part in parts], states=[state[index] for state in state_rows])
+            for index in range(len(requests))
         ]
 
     def own_inputs(self, request: Request) -> dict[str, Any]:
         """Return the inputs of a request as copies that the model may keep."""
         inputs: dict[str, Any] = {}
         for name, item in request.inputs.items():
-            self._copied.inputs += item.detach()
-            if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
+            self._copy_counter.inputs += item.detach()
+            if item.datatype == "BYTES" or (name in self._numpy_inputs and not item.on_device):
                 inputs[name] = item.numpy()
-            elif name in self._as_numpy:
+            elif name in self._numpy_inputs:
                 inputs[name] = np.ndarray(item.shape, STORED[item.datatype], _to_host(item.raw))
             else:
                 inputs[name] = item.torch().to(self._device.torch)
@@ -405,82 +419,92 @@ class Runner:
         """
         names = [name for name in outputs if name in request.requested]
         fetched = [self._fetch(name, outputs[name], [request]) for name in names]
-        if self._device.remote:
+        if self._device.needs_copies:
             self._device.synchronize()
-        return Response([self._parts(item, [request])[0] for item in fetched])
+        return Response([self._split(item, [request])[0] for item in fetched])
 
-    def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> BatchOutput:
-        if self._device.remote and is_tensor(value) and (datatype := _protocol(value)):
+    def _fetch(self, name: str, output: Any, requests: Sequence[Request]) -> BatchOutput:
+        if (
+            self._device.needs_copies
+            and is_tensor(output)
+            and (datatype := _protocol_datatype(output))
+        ):
             readers = [request for request in requests if name in request.requested]
             host: torch.Tensor | None = None
-            if not all(to_device(request, name) for request in readers):
-                self._copied.outputs += value.nbytes
-                host = self._device.fetch(value)
-            return BatchOutput(name, datatype, host, value)
-        name, datatype, data = self._fetch_host(name, value, requests)
+            if not all(requires_device_memory(request, name) for request in readers):
+                self._copy_counter.outputs += output.nbytes
+                host = self._device.fetch(output)
+            return BatchOutput(name, datatype, host, output)
+        name, datatype, data = self._fetch_host(name, output, requests)
         return BatchOutput(name, datatype, data, None)
 
-    def _fetch_host(self, name: str, value: Any, requests: Sequence[Request]) -> Output:
-        if is_tensor(value):
-            datatype = _protocol(value)
+    def _fetch_host(self, name: str, output: Any, requests: Sequence[Request]) -> Output:
+        if is_tensor(output):
+            datatype = _protocol_datatype(output)
             if not datatype:
                 raise Internal(
-                    f"inference output '{name}' has the datatype {value.dtype}, which no client "
+                    f"inference output '{name}' has the datatype {output.dtype}, which no client "
                     "can receive"
                 )
-            return Output(name, datatype, self._device.fetch(value))
+            return Output(name, datatype, self._device.fetch(output))
         spec = self._signature.outputs[name]
         datatype = spec.datatype
         if datatype == "BYTES":
-            array = np.asarray(value, dtype=np.object_)
+            array = np.asarray(output, dtype=np.object_)
             rows = sum(request.batch_size for request in requests)
             # A flat list of strings contains the strings of each row in order.
-            flat = array.ndim == len(spec.model_dims) == 1 and isinstance(value, list)
-            if flat and self._batched and rows and not array.size % rows:
+            is_flat_list = array.ndim == len(spec.model_dims) == 1 and isinstance(output, list)
+            if is_flat_list and self._batched and rows and not array.size % rows:
                 array = array.reshape(rows, -1)
             return Output(name, datatype, array)
-        if isinstance(value, np.ndarray):
-            return Output(name, _datatype(value, datatype), value)
-        raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
+        if isinstance(output, np.ndarray):
+            return Output(name, _array_datatype(output, datatype), output)
+        raise Internal(f"inference output '{name}' is a {type(output).__name__}, not a tensor")
 
-    def _state(self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]) -> Output:
+    def _fetch_state(
+        self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]
+    ) -> Output:
         """Return the state of a sequence, without a copy from device to host memory if possible."""
-        value = outputs[name]
-        if is_tensor(value) and (datatype := _protocol(value)):
-            return Output(name, datatype, value)
-        return self._fetch_host(name, value, requests)
+        state = outputs[name]
+        if is_tensor(state) and (datatype := _protocol_datatype(state)):
+            return Output(name, datatype, state)
+        return self._fetch_host(name, state, requests)
 
-    def _parts(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
+    def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
-        whole = tuple(output.shape)
-        shapes = self._ragged and self._ragged.pieces(output.name, requests, whole)
+        batch_shape = tuple(output.shape)
+        shapes = self._ragged and self._ragged.part_shapes(output.name, requests, batch_shape)
         if shapes:
-            elements = _slices(map(element_count, shapes))
+            elements = _adjacent_slices(map(element_count, shapes))
             return list(map(output.part, requests, elements, shapes))
         if len(requests) == 1:
             return [output.part(requests[0])]
-        return list(map(output.part, requests, self._rows(output.name, whole, requests)))
+        return list(
+            map(output.part, requests, self._row_slices(output.name, batch_shape, requests))
+        )
 
-    def _rows(self, name: str, shape: Sequence[int], requests: Sequence[Request]) -> list[slice]:
+    def _row_slices(
+        self, name: str, shape: Sequence[int], requests: Sequence[Request]
+    ) -> list[slice]:
         """Return the rows of each request.
 
         Raises:
             Internal: The output has another number of rows than the batch.
         """
-        total = sum(request.batch_size for request in requests)
-        if not shape or shape[0] != total:
+        row_count = sum(request.batch_size for request in requests)
+        if not shape or shape[0] != row_count:
             raise Internal(
                 f"unexpected shape for inference output '{name}' for model "
-                f"'{self._signature.name}'. Expected {total} rows, got {shape_text(shape)}."
+                f"'{self._signature.name}'. Expected {row_count} rows, got {shape_text(shape)}."
             )
-        return _slices(request.batch_size for request in requests)
+        return _adjacent_slices(request.batch_size for request in requests)
 
 
-def _protocol(tensor: torch.Tensor) -> str:
+def _protocol_datatype(tensor: torch.Tensor) -> str:
     """Return the protocol's datatype of a tensor, or "" if clients cannot receive it."""
-    from shmserve.workers.memory.tensors import PROTOCOL
+    from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES
 
-    return PROTOCOL.get(tensor.dtype, "")
+    return PROTOCOL_DATATYPES.get(tensor.dtype, "")
 
 
 def _to_host(raw: Any) -> memoryview:
@@ -489,21 +513,21 @@ def _to_host(raw: Any) -> memoryview:
     return to_host(raw)
 
 
-def _slices(sizes: Iterable[int]) -> list[slice]:
+def _adjacent_slices(sizes: Iterable[int]) -> list[slice]:
     """Return adjacent slices of these sizes."""
     return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
 
-def _byte_size(model: Any) -> int:
+def _weights_byte_size(model: Any) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
-    kind = array.dtype.newbyteorder("=")
-    if kind == STORED[expected]:
+def _array_datatype(array: np.ndarray[Any, Any], expected: str) -> str:
+    dtype = array.dtype.newbyteorder("=")
+    if dtype == STORED[expected]:
         return expected
-    for datatype, own in NUMPY.items():
-        if own == kind:
+    for datatype, candidate in NUMPY.items():
+        if candidate == dtype:
             return datatype
-    raise Internal(f"an inference output has the datatype {kind}, which no client can receive")
+    raise Internal(f"an inference output has the datatype {dtype}, which no client can receive")

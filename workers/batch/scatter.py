@@ -36,14 +36,14 @@ from shmserve.workers.memory.outputs import Copier
 logger = logging.getLogger(__name__)
 
 
-MOST_TRACED = 1 << 26  # maximum number of characters of the traced tensors of an execution
-_MOST_KNOWN = 64  # maximum number of kinds of responses to requests with equal schemas
+MAX_TRACED_CHARS = 1 << 26  # maximum number of characters of the traced tensors of an execution
+_MAX_RESPONSE_KINDS = 64  # maximum number of kinds of responses to requests with equal schemas
 
 # Bytes; copying a smaller array takes less time than checking whether it is at its destination.
-_WORTH_A_LOOK = 16 * 1024
+_MIN_CHECKED_BYTES = 16 * 1024
 
 
-class Ready(NamedTuple):
+class ReadyOutput(NamedTuple):
     """An output that is ready to be written.
 
     Attributes:
@@ -56,7 +56,7 @@ class Ready(NamedTuple):
     shape: tuple[int, ...]
     data: Any
     byte_size: int
-    at: Range | None = None
+    returned_range: Range | None = None
 
 
 # The destination of an output in a known kind of response: None for the message, "" for the range
@@ -64,7 +64,7 @@ class Ready(NamedTuple):
 _Destination = str | None
 
 
-def _is_repeatable(ready: list[Ready], request: Request, response: Response) -> bool:
+def _is_repeatable(ready: list[ReadyOutput], request: Request, response: Response) -> bool:
     """Check whether all outputs were written unconverted.
 
     If so, the next response with the same key is written in the same way.
@@ -74,13 +74,19 @@ def _is_repeatable(ready: list[Ready], request: Request, response: Response) -> 
     if request.memory_ranges and len(ready) < len(request.requested):
         return False
     pairs = zip(ready, response.outputs, strict=True)
-    return all(it.data is out.data or type(out.data) is not np.ndarray for it, out in pairs)
+    return all(
+        item.data is output.data or type(output.data) is not np.ndarray for item, output in pairs
+    )
 
 
-def _destination(item: Ready, request: Request) -> _Destination:
+def _destination(item: ReadyOutput, request: Request) -> _Destination:
     """Return the destination of a written output that is not in the worker's arena."""
-    if item.at is not None:
-        return next(name for name, each in request.inputs.items() if each.memory_range is item.at)
+    if item.returned_range is not None:
+        return next(
+            name
+            for name, source in request.inputs.items()
+            if source.memory_range is item.returned_range
+        )
     return "" if item.name in request.memory_ranges else None
 
 
@@ -100,12 +106,12 @@ class Scatterer:
     _context: ModelContext
     _strict: bool
     _strict_shapes: bool
-    _whole: bool
+    _expects_all: bool
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._copier = Copier(self._context.threads)
-        self._warned = False
+        self._has_warned = False
 
     def write(self, request: Request, response: Response) -> Packed:
         """Write the outputs of a successful response; return its schema and data.
@@ -137,15 +143,18 @@ class Scatterer:
             data = output.data
             if source is None:
                 raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
-                self._context.copied.outputs += data.nbytes
+                self._context.copy_counter.outputs += data.nbytes
                 packed += [raw]
                 continue
             if not source:
                 memory_range = memory_ranges[output.name]
                 if data.nbytes != memory_range.byte_size:
-                    memory_range = _fitting(output.name, memory_range, data.nbytes)
-                plain = type(data) is np.ndarray and memory_range.memory.cuda is None
-                self._write_to(memory_range, data if plain else _form(output, memory_range))
+                    memory_range = _used_range(output.name, memory_range, data.nbytes)
+                is_host_array = type(data) is np.ndarray and memory_range.memory.cuda is None
+                self._write_to(
+                    memory_range,
+                    data if is_host_array else _host_or_device_array(output, memory_range),
+                )
             else:
                 source_range = inputs[source].memory_range
                 assert source_range is not None
@@ -159,7 +168,7 @@ class Scatterer:
         if not context.tensors:
             return
         spans = self._context.spans
-        budget = MOST_TRACED - sum(map(len, spans))
+        budget = MAX_TRACED_CHARS - sum(map(len, spans))
         for tensor in tensors:
             output = tensor if isinstance(tensor, Output) else _as_output(tensor)
             text = (
@@ -168,8 +177,15 @@ class Scatterer:
             text = text if len(text) < budget else ""
             budget -= len(text)
             shape = ",".join(map(str, tensor.shape))
-            row = (context.span_id, output is tensor, tensor.name, tensor.datatype, shape, text)
-            spans.append(TracedTensor(*row).packed())
+            span_fields = (
+                context.span_id,
+                output is tensor,
+                tensor.name,
+                tensor.datatype,
+                shape,
+                text,
+            )
+            spans.append(TracedTensor(*span_fields).packed())
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
         """Write a response of any kind; with a `key`, store the destinations for its kind."""
@@ -181,25 +197,29 @@ class Scatterer:
         if len(ready) < len(request.requested):
             self._handle_missing(request, {item.name for item in ready})
         if request.aliased and len(ready) > 1:
-            ready = [_detached(item, request) for item in ready]
+            ready = [_detach(item, request) for item in ready]
         memory_ranges = request.memory_ranges
-        loose = sum([item.byte_size for item in ready if item.name not in memory_ranges])
-        inline = loose <= INLINE_LIMIT
-        claims: list[int] = []
+        message_bytes = sum([item.byte_size for item in ready if item.name not in memory_ranges])
+        inline = message_bytes <= INLINE_LIMIT
+        claimed_offsets: list[int] = []
         try:
             data = [
                 self._put(
-                    item, memory_ranges.get(item.name), inline, request.work.client_pid, claims
+                    item,
+                    memory_ranges.get(item.name),
+                    inline,
+                    request.work.client_pid,
+                    claimed_offsets,
                 )
                 for item in ready
             ]
         except BaseException:
-            self._context.output_memory.take_back(claims)
+            self._context.output_memory.free_unused(claimed_offsets)
             raise
-        refs = [TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)]
+        refs = [TensorRef(*item[:3], location) for item, location in zip(ready, data, strict=True)]
         schema = pack_response_schema(refs, response.parameters)
-        if key is not None and not claims and _is_repeatable(ready, request, response):
-            if len(request.response_kinds) >= _MOST_KNOWN:
+        if key is not None and not claimed_offsets and _is_repeatable(ready, request, response):
+            if len(request.response_kinds) >= _MAX_RESPONSE_KINDS:
                 request.response_kinds.clear()
             request.response_kinds[key] = schema, [_destination(item, request) for item in ready]
         return schema, pack_data(data)
@@ -215,19 +235,19 @@ class Scatterer:
                 self._write_to(
                     request.memory_ranges[name], bytes(request.memory_ranges[name].byte_size)
                 )
-        if self._whole:
-            self._whole = False  # reported only once
+        if self._expects_all:
+            self._expects_all = False  # reported only once
             logger.warning(
                 "model '%s' did not return the requested outputs %s (logged once)",
                 self._signature.name,
                 ", ".join(missing),
             )
 
-    def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
-        memory_range, at = request.memory_ranges.get(output.name), None
-        array = _form(output, memory_range)
+    def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
+        memory_range, returned_range = request.memory_ranges.get(output.name), None
+        array = _host_or_device_array(output, memory_range)
         if request.requested[output.name].or_input and isinstance(array, np.ndarray):
-            at = request.returned(array)
+            returned_range = request.range_of_input(array)
         shape = tuple(array.shape)
         if self._strict:
             self._check(output, spec, shape, request)
@@ -235,8 +255,8 @@ class Scatterer:
             shape = self._client_shape(shape, spec)
         if output.datatype == "BYTES":
             data = encode_bytes(array)
-            return Ready(output.name, "BYTES", shape, data, len(data))
-        return Ready(output.name, output.datatype, shape, array, array.nbytes, at)
+            return ReadyOutput(output.name, "BYTES", shape, data, len(data))
+        return ReadyOutput(output.name, output.datatype, shape, array, array.nbytes, returned_range)
 
     def _check(
         self, output: Output, spec: TensorSpec, shape: tuple[int, ...], request: Request
@@ -257,23 +277,27 @@ class Scatterer:
             wrong_rows = self._batched and shape[:1] != (request.batch_size,)
             if self._strict_shapes or wrong_rows:
                 raise Internal(text)
-            if not self._warned:
-                self._warned = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning("%s The true shape is returned (reported only once).", text)
 
     def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         # A shape that does not match the model's side of the reshape is returned unchanged.
         dims = spec.reshape or ()
-        head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
-        return (*head, *reshape(rest, dims, spec.dims)) if agree(dims, rest) else shape
+        batch_dim, item_shape = (shape[:1], shape[1:]) if self._batched else ((), shape)
+        return (
+            (*batch_dim, *reshape(item_shape, dims, spec.dims))
+            if agree(dims, item_shape)
+            else shape
+        )
 
     def _put(
         self,
-        item: Ready,
+        item: ReadyOutput,
         memory_range: Range | None,
         inline: bool,
         client_pid: int,
-        claims: list[int],
+        claimed_offsets: list[int],
     ) -> bytes | Range:
         """Write an output; return its bytes or its range.
 
@@ -282,30 +306,32 @@ class Scatterer:
             memory_range: The client's range for the output, if the request names one.
             inline: Whether the output is sent in the message.
             client_pid: The reader of the output.
-            claims: Receives the offset of a block of the arena.
+            claimed_offsets: Receives the offset of a block of the arena.
         """
-        if item.at is not None:
-            return item.at
+        if item.returned_range is not None:
+            return item.returned_range
         if memory_range is not None:
-            memory_range = _fitting(item.name, memory_range, item.byte_size)
+            memory_range = _used_range(item.name, memory_range, item.byte_size)
             self._write_to(memory_range, item.data)
             return memory_range
         if inline:
-            self._context.copied.outputs += item.byte_size
+            self._context.copy_counter.outputs += item.byte_size
             return item.data if isinstance(item.data, bytes) else item.data.tobytes()
-        return self._put_in_arena(item, client_pid, claims)
+        return self._put_in_arena(item, client_pid, claimed_offsets)
 
-    def _put_in_arena(self, item: Ready, client_pid: int, claims: list[int]) -> Range:
+    def _put_in_arena(
+        self, item: ReadyOutput, client_pid: int, claimed_offsets: list[int]
+    ) -> Range:
         memory = self._context.output_memory
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
             claimed = memory.claim(client_pid, address, item.byte_size)
             if claimed is not None:  # the model computed the output in this block
-                claims.append(claimed.offset)
+                claimed_offsets.append(claimed.offset)
                 return claimed
         memory_range, view = memory.allocate(client_pid, item.byte_size)
-        claims.append(memory_range.offset)
-        self._context.copied.outputs += self._write(view, item.data)
+        claimed_offsets.append(memory_range.offset)
+        self._context.copy_counter.outputs += self._write(view, item.data)
         return memory_range
 
     def _write_to(self, memory_range: Range, data: Any) -> None:
@@ -317,9 +343,9 @@ class Scatterer:
             context.mappings.write(
                 memory_range, data if isinstance(data, bytes) else data.tobytes()
             )
-            context.copied.outputs += memory_range.byte_size
+            context.copy_counter.outputs += memory_range.byte_size
         else:
-            context.copied.outputs += self._write(context.mappings.view(memory_range), data)
+            context.copy_counter.outputs += self._write(context.mappings.view(memory_range), data)
 
     def _write_to_device(self, memory_range: Range, data: Any, device: int) -> None:
         destination = self._context.mappings.view(memory_range)
@@ -330,7 +356,9 @@ class Scatterer:
             from shmserve.workers.memory.tensors import as_bytes
 
             data = as_bytes(bytearray(data))
-        self._context.copied.outputs += self._context.device_memory.write(destination, data, device)
+        self._context.copy_counter.outputs += self._context.device_memory.write(
+            destination, data, device
+        )
 
     def _write(self, destination: memoryview, data: Any) -> int:
         """Write bytes or an array to a destination; return the number of copied bytes."""
@@ -342,9 +370,9 @@ class Scatterer:
             return size
         # One copy, strided or not; an output may be a view of its destination.
         target: Array = np.ndarray(data.shape, data.dtype, destination)
-        if size < _WORTH_A_LOOK or data.flags.owndata or not np.may_share_memory(target, data):
+        if size < _MIN_CHECKED_BYTES or data.flags.owndata or not np.may_share_memory(target, data):
             self._copier.copy(target, data)
-        elif _same(target, data):
+        elif _have_same_start(target, data):
             return 0  # the model computed the output at its destination
         else:
             target[...] = data
@@ -360,7 +388,7 @@ class Scatterer:
             self._context.device_memory.finish_writes()
 
 
-def _fitting(name: str, memory_range: Range, byte_size: int) -> Range:
+def _used_range(name: str, memory_range: Range, byte_size: int) -> Range:
     """Return the part of a client's range that an output of `byte_size` bytes uses.
 
     Raises:
@@ -377,7 +405,7 @@ def _fitting(name: str, memory_range: Range, byte_size: int) -> Range:
     return Range(memory_range.memory, memory_range.offset, byte_size)
 
 
-def _detached(item: Ready, request: Request) -> Ready:
+def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
     """Return an output with a copy of its data if that is a view of an input.
 
     Another output may be written over the input before this one.
@@ -393,33 +421,33 @@ def _detached(item: Ready, request: Request) -> Ready:
     return item
 
 
-def _same(first: Array, second: Array) -> bool:
+def _have_same_start(first: Array, second: Array) -> bool:
     """Check whether two arrays of one shape and type start at the same address."""
     return second.flags.c_contiguous and bool(
         first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
     )
 
 
-def _form(output: Output, memory_range: Range | None) -> Any:
+def _host_or_device_array(output: Output, memory_range: Range | None) -> Any:
     """Return an output as a host array, or as a tensor if its range is on a device."""
     if (
         memory_range is not None
         and memory_range.memory.cuda is not None
         and output.datatype != "BYTES"
     ):
-        return _any_tensor(output)
+        return _as_tensor(output)
     return _host_array(output)
 
 
-def _any_tensor(output: Output) -> Any:
+def _as_tensor(output: Output) -> Any:
     """Return an output as a tensor in host or device memory."""
-    from shmserve.workers.memory.tensors import PROTOCOL, as_torch
+    from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES, as_torch
 
     if isinstance(output.data, np.ndarray):
         array = np.ascontiguousarray(_host_array(output))
         return as_torch(output.datatype, array.shape, bytearray(array))
-    kind = PROTOCOL.get(output.data.dtype)
-    if kind != output.datatype:
+    datatype = PROTOCOL_DATATYPES.get(output.data.dtype)
+    if datatype != output.datatype:
         raise Internal(
             f"inference output '{output.name}' is {output.data.dtype}, expected {output.datatype}"
         )
@@ -441,12 +469,12 @@ def _host_array(output: Output) -> Array:
         data = host_array(data)
     if datatype == "BYTES":
         return data
-    kind = STORED[datatype]
-    if data.dtype == kind:
+    dtype = STORED[datatype]
+    if data.dtype == dtype:
         return data
-    if data.dtype.newbyteorder("=") != kind:
+    if data.dtype.newbyteorder("=") != dtype:
         raise Internal(
             f"inference output '{name}' was given as {data.dtype}, which is not {datatype}"
         )
-    swapped: Array = data.astype(kind)
-    return swapped
+    native: Array = data.astype(dtype)
+    return native

@@ -55,7 +55,7 @@ class UnaryBlsCall(BlsCall):
         Raises:
             ShmserveError: The call has failed with this error.
         """
-        self.router.waiting.until(lambda: self.outcome is not None)
+        self.router.waiting.wait_until(lambda: self.outcome is not None)
         assert self.outcome is not None
         if isinstance(self.outcome, ShmserveError):
             raise self.outcome
@@ -74,7 +74,7 @@ class StreamBlsCall(BlsCall):
     """
 
     __slots__ = ("abandoned", "first_response", "items", "received_all", "window")
-    takes_many = True
+    accepts_stream = True
 
     def __init__(
         self,
@@ -107,25 +107,25 @@ class StreamBlsCall(BlsCall):
         if not self.abandoned:
             self._add(outcome, True)
 
-    def _add(self, item: Outcome, final: bool) -> None:
-        self.items.append(item)
+    def _add(self, outcome: Outcome, final: bool) -> None:
+        self.items.append(outcome)
         self.received_all = self.received_all or final
         self.router.waiting.wake()
         future, self.first_response = self.first_response, None
         if future is not None:
             complete_soon(future, None)
 
-    def ready(self) -> bool:
+    def has_next(self) -> bool:
         """Return whether `take` would not block."""
         return bool(self.items) or self.received_all or self.abandoned
 
     def wait(self) -> None:
         """Wait until `ready()` is true."""
-        if not self.ready():
-            self.router.waiting.until(self.ready)
+        if not self.has_next():
+            self.router.waiting.wait_until(self.has_next)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether every response has been taken."""
         return not self.items and (self.received_all or self.abandoned)
 
@@ -133,14 +133,14 @@ class StreamBlsCall(BlsCall):
         """Wait for the next response and return it; None after the last one."""
         self.wait()
         try:
-            item = self.items.popleft()
+            outcome = self.items.popleft()
         except IndexError:
             return None
-        outputs = item.outputs if isinstance(item, CallResponse) else ()
+        outputs = outcome.outputs if isinstance(outcome, CallResponse) else ()
         credit = self.window.read(sum(len(output.raw) for output in outputs))
         if credit and not self.received_all:
             self.router.credit(self, credit)
-        return item
+        return outcome
 
     def cancel(self) -> None:
         """Send the model a cancellation. Responses that arrive before it ends can be taken."""

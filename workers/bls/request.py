@@ -83,8 +83,8 @@ class CallRequest:
     @property
     def limit_us(self) -> int:
         """Return the time limit of the call in microseconds (the parameter `deadline_us`), or 0."""
-        value = self.parameters.get("deadline_us", 0)
-        return value if type(value) is int and value > 0 else 0
+        limit_us = self.parameters.get("deadline_us", 0)
+        return limit_us if type(limit_us) is int and limit_us > 0 else 0
 
     def packed(self, signature: Signature, inputs: Sequence[TensorRef]) -> Packed:
         """Return the schema and data of this request.
@@ -120,10 +120,10 @@ def copy_response(
     for ref in response.outputs:
         data = ref.data
         try:
-            own = bytearray(data if isinstance(data, bytes) else mappings.view(data))
+            copy = bytearray(data if isinstance(data, bytes) else mappings.view(data))
         except ShmserveError as error:
             return error
-        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(own), model=model))
+        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(copy), model=model))
     return CallResponse(outputs, response.parameters)
 
 
@@ -133,7 +133,7 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
     Raises:
         Unavailable: `memory` is full.
     """
-    loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Range))
+    inline_bytes = sum(len(item.data) for item in inputs if not isinstance(item.data, Range))
     refs: list[TensorRef] = []
     placed = PlacedInputs(refs, [])
     try:
@@ -141,7 +141,7 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
             data = item.data
             if isinstance(data, Range):
                 pass
-            elif loose <= INLINE_LIMIT:
+            elif inline_bytes <= INLINE_LIMIT:
                 data = bytes(data)
             else:
                 block = memory.write(data)

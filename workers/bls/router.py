@@ -73,19 +73,19 @@ class SharedWait:
     thread that wakes up handles all received messages. Event loops watch the epoll descriptor, too.
 
     Attributes:
-        lock: Guards the state that `done` of `until` examines.
+        lock: Guards the state that `done` of `wait_until` examines.
     """
 
-    def __init__(self, take: Callable[[], None]) -> None:
+    def __init__(self, handle_received: Callable[[], None]) -> None:
         """Create the descriptors.
 
         Args:
-            take: Called without `lock` to handle all received messages.
+            handle_received: Called without `lock` to handle all received messages.
         """
         self.lock = threading.Lock()
-        self._take = take
-        self._turn = threading.Condition(self.lock)
-        self._asleep = False
+        self._handle_received = handle_received
+        self._condition = threading.Condition(self.lock)
+        self._has_sleeper = False
         self._epoll = select.epoll()
         # Not in the epoll set: an event loop that read it would take the sleeping thread's wake-up.
         self._recheck = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -110,26 +110,26 @@ class SharedWait:
 
     # --- waiting
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Block this thread until `done()` is true.
 
-        Code that changes the result of `done` must call `wake` afterwards.
+        Code that changes the result of `is_done` must call `wake` afterwards.
         """
         while True:
             self._handle_messages()
-            with self._turn:
-                while self._asleep and not done():
-                    self._turn.wait()
-                if done():
+            with self._condition:
+                while self._has_sleeper and not is_done():
+                    self._condition.wait()
+                if is_done():
                     return
-                self._asleep = True
+                self._has_sleeper = True
             try:
                 readable(self._epoll.fileno(), self._recheck)
                 _reset(self._recheck)
             finally:
-                with self._turn:
-                    self._asleep = False
-                    self._turn.notify_all()
+                with self._condition:
+                    self._has_sleeper = False
+                    self._condition.notify_all()
 
     def serve(self, future: asyncio.Future[Any]) -> None:
         """Handle received messages in the event loop of this thread until its `future` is done."""
@@ -150,14 +150,14 @@ class SharedWait:
         if self._notified:
             self._notified = False
             _reset(self._notification)
-        self._take()
+        self._handle_received()
 
     # --- waking
 
     def wake(self) -> None:
         """Wake up every waiting thread to check its condition. Must be called with `lock` held."""
-        self._turn.notify_all()
-        if self._asleep:
+        self._condition.notify_all()
+        if self._has_sleeper:
             os.eventfd_write(self._recheck, 1)
 
     def notify(self) -> None:
@@ -206,7 +206,7 @@ class BlsCall(InflightRequest):
 
     __slots__ = ("arrived_ns", "inputs", "number", "request", "router")
 
-    takes_many = False
+    accepts_stream = False
 
     def __init__(self, router: CallRouter, request: CallRequest) -> None:
         self.router = router
@@ -223,7 +223,7 @@ class BlsCall(InflightRequest):
         return self.request.model, self.request.version
 
     @property
-    def ends_ns(self) -> int:
+    def effective_deadline_ns(self) -> int:
         """Return the monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
         limit_us = self.request.limit_us
         own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
@@ -302,7 +302,7 @@ class CallRouter:
         self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
         self.ids = count(1)
-        self.waiting = SharedWait(self._take)
+        self.waiting = SharedWait(self._handle_received)
         self._lock = self.waiting.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
@@ -313,7 +313,7 @@ class CallRouter:
         self._losses = 0
         self._unresolved: list[tuple[BlsCall, ShmserveError]] = []
         self._cancellations: deque[tuple[BlsCall, bool]] = deque()
-        self._look_for_cancelled = False
+        self._check_cancelled = False
         self._responses = Schemas(ResponseSchema)
         self.add, self.remove = self.waiting.add, self.waiting.remove
         control.follow_models(self._models_changed, self)
@@ -332,7 +332,7 @@ class CallRouter:
 
     # --- sending
 
-    def begin(self, call: C) -> C:
+    def submit_now(self, call: C) -> C:
         """Submit a call and send it at once.
 
         Raises:
@@ -342,7 +342,7 @@ class CallRouter:
         self._flush()
         return call
 
-    def begin_soon(self, call: BlsCall, future: asyncio.Future[Any]) -> None:
+    def submit_soon(self, call: BlsCall, future: asyncio.Future[Any]) -> None:
         """Submit a call, which is sent in the next iteration of the running event loop.
 
         The loop handles received messages until the future is done. The calls submitted in one
@@ -370,7 +370,7 @@ class CallRouter:
         Raises:
             ShmserveError: The call cannot be submitted.
         """
-        with self._known_target(call) as target:
+        with self._locked_target(call) as target:
             call.inputs = place_inputs(call.request.inputs, self._memory)
             try:
                 self._submit_to(target, call)
@@ -380,7 +380,7 @@ class CallRouter:
                 raise
 
     @contextlib.contextmanager
-    def _known_target(self, call: BlsCall) -> Iterator[_Target]:
+    def _locked_target(self, call: BlsCall) -> Iterator[_Target]:
         """Hold the lock with the target of a call. Query the supervisor if it is not known.
 
         Raises:
@@ -402,9 +402,9 @@ class CallRouter:
         is ignored if a scheduler was lost in the meantime, because it may be outdated.
         """
         losses = self._losses
-        ends_ns = call.ends_ns
-        patience_s = max(1e-6, (ends_ns - time.monotonic_ns()) / 1e9) if ends_ns else 0.0
-        reply = self._control.ask(FindModel, *call.key, patience_s)
+        deadline_ns = call.effective_deadline_ns
+        timeout_s = max(1e-6, (deadline_ns - time.monotonic_ns()) / 1e9) if deadline_ns else 0.0
+        reply = self._control.ask(FindModel, *call.key, timeout_s)
         config = ModelSpec.of(reply["config"])
         signature = Signature(config, reply["version"])
         with self._lock:
@@ -419,7 +419,7 @@ class CallRouter:
             Internal: The model is decoupled, and the call accepts only one response.
         """
         request = call.request
-        if target.decoupled and not call.takes_many:
+        if target.decoupled and not call.accepts_stream:
             raise decoupled_error(request.model)
         schema, data = request.packed(target.signature, call.inputs.refs)
         call.submit = make_submit(
@@ -472,19 +472,19 @@ class CallRouter:
 
     def cancelled(self) -> None:
         """Cancel the calls whose executing requests are all cancelled; in any thread."""
-        self._look_for_cancelled = True
+        self._check_cancelled = True
         self.waiting.notify()
 
     # --- receiving
 
-    def _take(self) -> None:
+    def _handle_received(self) -> None:
         """Handle all received messages."""
         self._control.pump_all()
         with self._lock:
-            if self._look_for_cancelled:
-                self._look_for_cancelled = False
+            if self._check_cancelled:
+                self._check_cancelled = False
                 calls = tuple(self.schedulers.pending.values())
-                self._cancellations += [(each, False) for each in calls if each.request.cancelled]
+                self._cancellations += [(call, False) for call in calls if call.request.cancelled]
             for link in self._links:
                 for message in link.receive():
                     if isinstance(message, Finished | Responded | Failed) and message.spans:
@@ -519,22 +519,24 @@ class CallRouter:
             self._remove_targets(model)
 
     def _remove_targets(self, model: str) -> None:
-        self._targets = {key: each for key, each in self._targets.items() if key[0] != model}
+        self._targets = {key: target for key, target in self._targets.items() if key[0] != model}
 
-    def _models_changed(self, news: Losses) -> None:
+    def _models_changed(self, message: Losses) -> None:
         # The caller holds the lock of the supervisor's link: send no request to the supervisor.
         with self._lock:
-            match news:
+            match message:
                 case ProcessExited(process=pid):
                     self.mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
                     self._remove_targets(name)
-                case SchedulerLost(endpoint=lost, successor=successor):
+                case SchedulerLost(endpoint=lost_endpoint, successor=successor):
                     self._losses += 1
-                    items = self._targets.items()
-                    self._targets = {key: each for key, each in items if each.endpoint != lost}
-                    self.schedulers.successors.add(lost, successor)
-                    self.schedulers.lost(lost)
+                    targets = self._targets.items()
+                    self._targets = {
+                        key: target for key, target in targets if target.endpoint != lost_endpoint
+                    }
+                    self.schedulers.successors.add(lost_endpoint, successor)
+                    self.schedulers.lost(lost_endpoint)
 
     def _resolve_later(self, call: BlsCall, refusal: Failed | None) -> None:
         """Schedule the resolution of a call that is not in flight at any scheduler.
@@ -558,12 +560,12 @@ class CallRouter:
             if current is not None and current.endpoint == call.endpoint:
                 del self._targets[call.key]
         try:
-            with self._known_target(call) as target:
+            with self._locked_target(call) as target:
                 if target.endpoint != call.endpoint and call.awaited():
                     self._submit_to(target, call)
                     return
-        except ShmserveError as failure:
-            error = not_begun(call.request.model, failure)
+        except ShmserveError as submit_error:
+            error = unsubmitted_error(call.request.model, submit_error)
         with self._lock:
             call.free()
             call.end(error)
@@ -578,12 +580,12 @@ def decoupled_error(model: str) -> Internal:
     )
 
 
-def not_begun(model: str, error: ShmserveError) -> ShmserveError:
+def unsubmitted_error(model: str, error: ShmserveError) -> ShmserveError:
     """Return the error, in Triton's words, of a call that reached no scheduler."""
-    why = error.message
+    reason = error.message
     if isinstance(error, NotFound):
-        why = f"Failed for execute the inference request. Model '{model}' is not ready."
-    message = f"Model {model} - Error when running inference: {why}"
+        reason = f"Failed for execute the inference request. Model '{model}' is not ready."
+    message = f"Model {model} - Error when running inference: {reason}"
     if isinstance(error, NotFound | InvalidArgument):
         return Internal(message)
     return type(error)(message)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # messages are sent immediately: the first one has reached the client by then. No message is delayed
 # longer than `_MOST_HELD_NS`.
 HOLD_NS = 200_000
-_MOST_HELD_NS = 400_000
+_MAX_HOLD_NS = 400_000
 
 # PyDLL keeps the GIL: these calls never block, and are made for every response.
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -48,12 +48,12 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 class Timer:
     """A kernel timer with a thread that waits for it, so that starting it wakes no thread.
 
-    The thread calls `due` `delay_ns` (less than a second) after the last `start`. The first `start`
-    creates the thread. See timerfd_create(2).
+    The thread calls `on_expiry` when `delay_ns` (less than a second) has passed since the last
+    `start`. The first `start` creates the thread. See timerfd_create(2).
     """
 
-    def __init__(self, delay_ns: int, due: Callable[[], object]) -> None:
-        self._due = due
+    def __init__(self, delay_ns: int, on_expiry: Callable[[], object]) -> None:
+        self._on_expiry = on_expiry
         self._fd = -1
         # struct itimerspec: no interval, then the first expiration, in s and ns
         self._expiration = (ctypes.c_long * 4)(0, 0, 0, delay_ns)
@@ -66,7 +66,7 @@ class Timer:
             OSError: The timer cannot be created or set.
         """
         if self._fd < 0:
-            self._begin()
+            self._create()
         if _libc.timerfd_settime(self._fd, 0, self._expiration, None) < 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
@@ -76,7 +76,7 @@ class Timer:
         if self._fd >= 0:
             self.start()
 
-    def _begin(self) -> None:
+    def _create(self) -> None:
         self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
@@ -84,47 +84,49 @@ class Timer:
 
     def _run(self) -> None:
         while os.read(self._fd, 8) and not self._closed:
-            self._due()
+            self._on_expiry()
         os.close(self._fd)
 
 
 class WorkerRequest:
-    """A request of this worker, its `work`, and its state at the scheduler.
+    """A request that this worker executes, and its state at the scheduler.
 
     Attributes:
+        key: The id of the request at the scheduler.
+        work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
         dropped: Whether the client does not read further responses, either.
         on_credit: Called when its `window` may have grown.
     """
 
-    __slots__ = ("_window", "cancelled", "dropped", "key", "on_cancel", "on_credit", "work")
+    __slots__ = ("_window", "cancelled", "key", "on_cancel", "on_credit", "reader_gone", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False
-        self.dropped = False
+        self.reader_gone = False
         self.on_cancel: Callable[[], object] | None = None
         self.on_credit: Callable[[], object] | None = None
         self._window: SendWindow | None = None
 
     @property
     def window(self) -> SendWindow:
-        """Return the send window of its responses, created at the first use.
+        """Return the send window of the responses, which the first use creates.
 
-        A request with a single response never uses it.
+        A request with a single response never uses the window.
         """
         if self._window is None:
             self._window = SendWindow()
         return self._window
 
-    def open_window(self, placed: bool) -> None:
+    def open_window(self, writes_client_memory: bool) -> None:
         """Create the send window before the first response.
 
         Args:
-            placed: Whether outputs are written to the client's memory.
+            writes_client_memory: Whether outputs are written to the client's memory.
         """
-        self._window = SendWindow(placed)
+        self._window = SendWindow(writes_client_memory)
 
     def cancel(self, listening: bool = False) -> None:
         """Cancel the request and call `on_cancel`, once.
@@ -132,19 +134,19 @@ class WorkerRequest:
         With `listening`, the client still reads the remaining responses.
         """
         if not listening:
-            self.dropped = True
+            self.reader_gone = True
         if not self.cancelled:
             self.cancelled = True
             if self.on_cancel is not None:
                 self.on_cancel()
 
 
-# A message for the loop, with its requests opened.
+# A message for the loop, and the open requests that it contains.
 Command = tuple[Any, list[WorkerRequest]]
 
 # The handlers of further messages by type, called in the instance's loop with the message and its
 # requests. The result, unless None, is sent to the scheduler.
-MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
+HandlerTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
 @dataclass(eq=False)
@@ -167,20 +169,20 @@ class InstanceLink:
     _control: SupervisorLink
     _index: int
     _pid: int
-    _on_read: Callable[[ReleaseOutputs | ReaderExited], None]
+    _on_released: Callable[[ReleaseOutputs | ReaderExited], None]
     commands: deque[Command] = field(default_factory=deque)
-    served: Collection[type[Any]] = ()
+    loop_messages: Collection[type[Any]] = ()
     _dealer: Dealer | None = None
-    _flushed_ns: int = 0
-    _held: bool = False
-    _open: dict[int, WorkerRequest] = field(default_factory=dict)
-    _waiting: dict[int, WorkerRequest] = field(default_factory=dict)
-    _reader: int = 0
+    _last_flush_ns: int = 0
+    _is_holding: bool = False
+    _open_requests: dict[int, WorkerRequest] = field(default_factory=dict)
+    _waiting_by_eventfd: dict[int, WorkerRequest] = field(default_factory=dict)
+    _reader_eventfd: int = 0
     loop_reads: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self._timer = Timer(_MOST_HELD_NS, self._flush_held)
+        self._timer = Timer(_MAX_HOLD_NS, self._flush_held)
 
     # --- the socket
 
@@ -188,7 +190,7 @@ class InstanceLink:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         with self.lock:
             if self._dealer is not None:
-                # Before the change, to read releases of outputs from the old connection.
+                # Read before the change, because the old connection may hold releases of outputs.
                 self.pump()
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
@@ -217,8 +219,8 @@ class InstanceLink:
     def flush(self) -> bool:
         """Send the queued messages; return False if the link is disconnected."""
         with self.lock:
-            self._held = False
-            self._flushed_ns = time.monotonic_ns()
+            self._is_holding = False
+            self._last_flush_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
@@ -228,23 +230,23 @@ class InstanceLink:
             False if the link is known to be disconnected.
         """
         with self.lock:
-            if time.monotonic_ns() - self._flushed_ns >= HOLD_NS:
+            if time.monotonic_ns() - self._last_flush_ns >= HOLD_NS:
                 return self.flush()
-            if not self._held:
-                self._held = True
+            if not self._is_holding:
+                self._is_holding = True
                 self._timer.start()
             return self.connected
 
     def _flush_held(self) -> None:
         with self.lock:
-            if self._held:
+            if self._is_holding:
                 self.flush()
 
     def send(self, message: Any) -> bool:
-        """Call `post` and `flush`."""
+        """Queue a message and flush the queue; return False if the link is disconnected."""
         with self.lock:
-            self._held = False
-            self._flushed_ns = time.monotonic_ns()
+            self._is_holding = False
+            self._last_flush_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.send(message)
 
     def pump(self) -> None:
@@ -262,72 +264,72 @@ class InstanceLink:
             if dealer is None:
                 return
             for message in dealer.receive():
-                self._take(message)
+                self._dispatch(message)
             if not dealer.connected:
-                # Its requests are retried elsewhere or have failed. The memory of their clients may
-                # be in use for other data, so this worker must not write to it.
+                # The scheduler's requests are retried elsewhere or have failed. The memory of their
+                # clients may be in use for other data, so this worker must not write to it.
                 self._disconnect()
 
-    def _take(self, message: Any) -> None:
+    def _dispatch(self, message: Any) -> None:
         match message:
-            case _ if type(message) in self.served:
-                self.commands.append(self.opened(message))
+            case _ if type(message) in self.loop_messages:
+                self.commands.append(self.open_requests(message))
             case CancelExecution(key=key, listening=listening):
-                request = self._open.get(key)
+                request = self._open_requests.get(key)
                 if request is not None:
                     request.cancel(listening)
                     self._wake(request)
                     self._control.cancelled()
             case CreditExecution(key=key, responses=responses):
-                request = self._open.get(key)
+                request = self._open_requests.get(key)
                 if request is not None:
                     request.window.read(responses)
                     if request.on_credit is not None:
                         request.on_credit()
                     self._wake(request)
             case ReleaseOutputs() | ReaderExited():
-                self._on_read(message)
+                self._on_released(message)
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""
         self.commands.clear()
-        for request in self._open.values():
+        for request in self._open_requests.values():
             request.cancel()
-        self._open.clear()
+        self._open_requests.clear()
         self._control.cancelled()
-        for waiting in self._waiting:
-            os.eventfd_write(waiting, 1)
+        for eventfd in self._waiting_by_eventfd:
+            os.eventfd_write(eventfd, 1)
 
     # --- requests
 
     @property
-    def has_open(self) -> bool:
+    def has_open_requests(self) -> bool:
         """Return whether a request has not ended."""
-        return bool(self._open)
+        return bool(self._open_requests)
 
-    def opened(self, message: Any) -> Command:
+    def open_requests(self, message: Any) -> Command:
         """Return a message together with its requests, which are open until `close`.
 
         Must be called with the lock.
         """
         requests = list(map(WorkerRequest, getattr(message, "requests", ())))
         for request in requests:
-            self._open[request.key] = request
+            self._open_requests[request.key] = request
         return message, requests
 
     def close(self, *requests: WorkerRequest) -> None:
         """Remove requests that have ended, whose keys may be reused."""
         with self.lock:
-            opened = self._open
+            open_requests = self._open_requests
             for request in requests:
-                if request.key in opened and opened[request.key] is request:
-                    del opened[request.key]
+                if request.key in open_requests and open_requests[request.key] is request:
+                    del open_requests[request.key]
 
     def is_open(self, request: WorkerRequest) -> bool:
         """Check whether the request's scheduler still expects its final response."""
-        return self._open.get(request.key) is request
+        return self._open_requests.get(request.key) is request
 
     def is_cancelled(self, request: WorkerRequest) -> bool:
         """Check whether a request was cancelled, including by unprocessed messages."""
@@ -344,49 +346,49 @@ class InstanceLink:
             False if the timeout has expired.
         """
         deadline = time.monotonic() + timeout_s
-        awaited = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self.lock:
-            self._waiting[awaited] = request
+            self._waiting_by_eventfd[eventfd] = request
         try:
             while True:
                 with self.lock:
                     if not self.loop_reads:
                         self.pump()
-                    if request.window.is_open or request.dropped:
+                    if request.window.is_open or request.reader_gone:
                         return True
                     self.flush()
-                    self._appoint()
-                    fds = [awaited]
-                    if self._reader == awaited and self._dealer is not None:
+                    self._appoint_reader()
+                    fds = [eventfd]
+                    if self._reader_eventfd == eventfd and self._dealer is not None:
                         fds.append(self._dealer.fd)
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     return False
                 readable(*fds, timeout_s=remaining_s)
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(awaited)
+                    os.eventfd_read(eventfd)
         finally:
             with self.lock:
-                del self._waiting[awaited]
-                if self._reader == awaited:
-                    self._reader = 0
-                    self._appoint()
-            os.close(awaited)
+                del self._waiting_by_eventfd[eventfd]
+                if self._reader_eventfd == eventfd:
+                    self._reader_eventfd = 0
+                    self._appoint_reader()
+            os.close(eventfd)
 
     def loop_stops_reading(self) -> None:
         """Record that the loop no longer reads the socket; a waiting thread then reads it."""
         self.loop_reads = False
-        if self._waiting:
+        if self._waiting_by_eventfd:
             with self.lock:
-                self._appoint()
+                self._appoint_reader()
 
-    def _appoint(self) -> None:
+    def _appoint_reader(self) -> None:
         """Wake a waiting thread to read the socket, if no thread reads it."""
-        if not self.loop_reads and not self._reader and self._waiting:
-            self._reader = next(iter(self._waiting))
-            os.eventfd_write(self._reader, 1)
+        if not self.loop_reads and not self._reader_eventfd and self._waiting_by_eventfd:
+            self._reader_eventfd = next(iter(self._waiting_by_eventfd))
+            os.eventfd_write(self._reader_eventfd, 1)
 
     def _wake(self, request: WorkerRequest) -> None:
-        for waiting, awaited in self._waiting.items():
-            if awaited is request:
-                os.eventfd_write(waiting, 1)
+        for eventfd, waiting_request in self._waiting_by_eventfd.items():
+            if waiting_request is request:
+                os.eventfd_write(eventfd, 1)

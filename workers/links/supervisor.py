@@ -21,7 +21,7 @@ from shmserve.ipc.transport.dealer import Dealer
 
 
 class Follower(Protocol):
-    """The wait of a model's threads for their calls of other models."""
+    """An object that waits for this link's descriptors while the model calls other models."""
 
     def add(self, fd: int) -> None:
         """Add a descriptor."""
@@ -46,17 +46,17 @@ class SupervisorLink:
         self.inbox: deque[Any] = deque()
         self._on_models_changed: Callable[[Losses], None] = _ignore
         self._follower: Follower | None = None
-        self._sources: dict[int, Callable[[], None]] = {}  # readers by descriptor
+        self._readers: dict[int, Callable[[], None]] = {}  # readers by descriptor
         self._lock = threading.RLock()
-        self._next = 1
-        # By request number: the eventfd that its response signals.
-        self._waiting: dict[int, int] = {}
+        self._next_number = 1
+        # The eventfd that the response to a request signals, by the number of the request.
+        self._eventfds: dict[int, int] = {}
         self._responses: dict[int, Answer] = {}
         self._loop_thread = threading.get_ident()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
         self.watch(dealer.fd)
-        self.watch(self._wake)
+        self.watch(self._wake_eventfd)
 
     def send(self, message: Any) -> None:
         """Send a message to the supervisor immediately."""
@@ -66,7 +66,7 @@ class SupervisorLink:
     def wake(self, always: bool = False) -> None:
         """Wake the loop. The loop's own thread does so only with `always`."""
         if always or threading.get_ident() != self._loop_thread:
-            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake_eventfd, 1)
 
     def watch(self, fd: int, read: Callable[[], None] | None = None) -> None:
         """Add a descriptor for which `wait` returns.
@@ -75,14 +75,14 @@ class SupervisorLink:
         """
         self._poll.register(fd, select.EPOLLIN)
         if read is not None:
-            self._sources[fd] = read
+            self._readers[fd] = read
             if self._follower is not None:
                 self._follower.add(fd)
 
     def unwatch(self, fd: int) -> None:
         """Remove a descriptor. Must be called before the descriptor is closed."""
         self._poll.unregister(fd)
-        if self._sources.pop(fd, None) is not None and self._follower is not None:
+        if self._readers.pop(fd, None) is not None and self._follower is not None:
             self._follower.remove(fd)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -101,7 +101,7 @@ class SupervisorLink:
                 self.pump()
             else:
                 is_readable = True
-                if fd == self._wake:
+                if fd == self._wake_eventfd:
                     os.eventfd_read(fd)
         return is_readable
 
@@ -116,7 +116,7 @@ class SupervisorLink:
         self._on_models_changed = on_change or _ignore
         self._follower = follower
         if follower is not None:
-            for fd in (self.dealer.fd, *self._sources):
+            for fd in (self.dealer.fd, *self._readers):
                 follower.add(fd)
 
     def cancelled(self) -> None:
@@ -127,7 +127,7 @@ class SupervisorLink:
     def pump_all(self) -> None:
         """Handle all received messages, including those of the scheduler."""
         self.pump()
-        for read in tuple(self._sources.values()):
+        for read in tuple(self._readers.values()):
             read()
 
     def close(self, linger_s: float) -> None:
@@ -141,9 +141,9 @@ class SupervisorLink:
             for message in self.dealer.receive():
                 match message:
                     case Answered() | Refused():
-                        if message.id in self._waiting:
+                        if message.id in self._eventfds:
                             self._responses[message.id] = message
-                            os.eventfd_write(self._waiting[message.id], 1)
+                            os.eventfd_write(self._eventfds[message.id], 1)
                     case SetLogging(settings):
                         logs.apply(logs.LogSettings(**settings))
                     case ModelWithdrawn() | SchedulerLost():
@@ -154,41 +154,41 @@ class SupervisorLink:
                         self.inbox.append(message)
                         self.wake()
 
-    def ask(self, request: Callable[..., Any], *fields: Any) -> dict[str, Any]:
-        """Send `request(number, *fields)` and wait for the payload of its response.
+    def ask(self, message_type: Callable[..., Any], *fields: Any) -> dict[str, Any]:
+        """Send `message_type(number, *fields)` and wait for the payload of its response.
 
         Raises:
             ShmserveError: The supervisor has rejected the request with this error.
             Unavailable: The supervisor has exited.
         """
-        arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._lock:
-            number = self._next
-            self._next += 1
-            self._waiting[number] = arrived
+            number = self._next_number
+            self._next_number += 1
+            self._eventfds[number] = eventfd
         try:
-            self.send(request(number, *fields))
-            while (response := self._take(number)) is None:
+            self.send(message_type(number, *fields))
+            while (response := self._take_response(number)) is None:
                 if not self.dealer.connected:
                     raise Unavailable("the server has exited")
                 # If another thread reads the response, it signals `arrived`.
-                readable(self.dealer.fd, arrived)
+                readable(self.dealer.fd, eventfd)
         finally:
             with self._lock:
-                del self._waiting[number]
+                del self._eventfds[number]
                 self._responses.pop(number, None)
-            os.close(arrived)
+            os.close(eventfd)
         if isinstance(response, Refused):
             raise from_code(response.code, response.message)
         return response.payload
 
-    def _take(self, number: int) -> Answer | None:
+    def _take_response(self, number: int) -> Answer | None:
         with self._lock:
             self.pump()
             return self._responses.pop(number, None)
 
 
-def _ignore(news: Losses) -> None:
+def _ignore(change: Losses) -> None:
     """Ignore a change, because no model of this process calls other models."""
 
 

@@ -22,10 +22,10 @@ from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.workers.links.supervisor import SupervisorLink
 
 # Whether the current execution (of a thread or a coroutine) has a workspace.
-_HOLDS: ContextVar[bool] = ContextVar("holds_workspace", default=False)
+_HAS_WORKSPACE: ContextVar[bool] = ContextVar("holds_workspace", default=False)
 
 
-def _unchanged(view: Any) -> Any:
+def _identity(view: Any) -> Any:
     return view
 
 
@@ -42,17 +42,17 @@ class Workspace:
     _mappings: Mappings
     _device: str
     _synchronize: Callable[[int], None]
-    coroutines: int = 0
+    coroutine_count: int = 0
 
-    def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
+    def lease(self, byte_size: int, convert: Callable[[Any], Any] = _identity) -> LeasedWorkspace:
         """Return a lease for a `with` block. The contents of its memory are undefined.
 
         Args:
             byte_size: The number of bytes.
-            seen_as: Converts the memory, a writable memoryview or a uint8 tensor on the device, to
+            convert: Converts the memory, a writable memoryview or a uint8 tensor on the device, to
                 the value of the `with` block.
         """
-        return LeasedWorkspace(self, byte_size, seen_as)
+        return LeasedWorkspace(self, byte_size, convert)
 
     def ask(self, byte_size: int) -> Range:
         """Wait until the pool has `byte_size` free bytes, and lease them.
@@ -62,22 +62,22 @@ class Workspace:
             Unavailable: The device has no pool.
         """
         try:
-            granted = self._control.ask(LeaseWorkspace, self._device, byte_size)
+            grant = self._control.ask(LeaseWorkspace, self._device, byte_size)
         except InvalidArgument as error:  # this is an error of the model, not of a client
             raise Internal(error.message) from None
-        return replace(unpack_range(granted["place"]), byte_size=byte_size)
+        return replace(unpack_range(grant["place"]), byte_size=byte_size)
 
     def view(self, memory_range: Range) -> Any:
         """Return the bytes of a lease."""
         return self._mappings.view(memory_range)
 
-    def release(self, memory_range: Range, used: bool = True) -> None:
+    def release(self, memory_range: Range, was_used: bool = True) -> None:
         """End a lease.
 
         Raises:
             DeviceLost: This process cannot use the device any more.
         """
-        if used and memory_range.memory.cuda is not None:
+        if was_used and memory_range.memory.cuda is not None:
             # The next lease may be another process's, whose work is not ordered with this work.
             self._synchronize(memory_range.memory.cuda.device)
         self._control.send(
@@ -95,10 +95,10 @@ class LeasedWorkspace:
         Unavailable: On entry, if the device has no pool.
     """
 
-    def __init__(self, workspace: Workspace, byte_size: int, seen_as: Callable[[Any], Any]) -> None:
+    def __init__(self, workspace: Workspace, byte_size: int, convert: Callable[[Any], Any]) -> None:
         self._workspace = workspace
         self._byte_size = byte_size
-        self._seen_as = seen_as
+        self._convert = convert
         self._memory_range: Range | None = None
         self._token: Token[bool] | None = None
         self._in_loop = False
@@ -106,12 +106,12 @@ class LeasedWorkspace:
     def __enter__(self) -> Any:
         self._check()
         in_loop = _in_event_loop()
-        if self._workspace.coroutines and in_loop:
+        if self._workspace.coroutine_count and in_loop:
             raise Internal(
                 "another coroutine of this model has a workspace, which could not continue while "
                 "this one waits: use 'async with'"
             )
-        return self._entered(self._workspace.ask(self._byte_size), in_loop)
+        return self._enter(self._workspace.ask(self._byte_size), in_loop)
 
     def __exit__(self, *_: object) -> None:
         self._release()
@@ -119,16 +119,16 @@ class LeasedWorkspace:
     async def __aenter__(self) -> Any:
         self._check()
         loop = asyncio.get_running_loop()
-        granted: asyncio.Future[Range] = loop.create_future()
+        grant: asyncio.Future[Range] = loop.create_future()
         # One thread for each waiting coroutine, so that no other work of the model is blocked.
-        threading.Thread(target=self._wait, args=(loop, granted), daemon=True).start()
+        threading.Thread(target=self._wait, args=(loop, grant), daemon=True).start()
         try:
-            memory_range = await granted
+            memory_range = await grant
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._workspace.release(granted.result(), used=False)
+            if grant.done() and not grant.cancelled() and grant.exception() is None:
+                self._workspace.release(grant.result(), was_used=False)
             raise
-        return self._entered(memory_range, in_loop=True)
+        return self._enter(memory_range, in_loop=True)
 
     async def __aexit__(self, *_: object) -> None:
         self._release()
@@ -136,49 +136,49 @@ class LeasedWorkspace:
     def _check(self) -> None:
         if type(self._byte_size) is not int or self._byte_size < 1:
             raise Internal(f"workspace: the number of bytes must be > 0, got {self._byte_size!r}")
-        if _HOLDS.get():
+        if _HAS_WORKSPACE.get():
             raise Internal("this execution has a workspace already: request all memory at once")
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Range]) -> None:
+    def _wait(self, loop: asyncio.AbstractEventLoop, grant: asyncio.Future[Range]) -> None:
         try:
             memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
-            report = partial(_fail, granted, error)
+            report = partial(_fail, grant, error)
         else:
-            report = partial(self._granted, granted, memory_range)
+            report = partial(self._complete_grant, grant, memory_range)
         with contextlib.suppress(RuntimeError):  # the loop is closed because the process exits
             loop.call_soon_threadsafe(report)
 
-    def _granted(self, granted: asyncio.Future[Range], memory_range: Range) -> None:
-        if granted.done():  # the coroutine was cancelled in the meantime
-            self._workspace.release(memory_range, used=False)
+    def _complete_grant(self, grant: asyncio.Future[Range], memory_range: Range) -> None:
+        if grant.done():  # the coroutine was cancelled in the meantime
+            self._workspace.release(memory_range, was_used=False)
         else:
-            granted.set_result(memory_range)
+            grant.set_result(memory_range)
 
-    def _entered(self, memory_range: Range, in_loop: bool) -> Any:
+    def _enter(self, memory_range: Range, in_loop: bool) -> Any:
         try:
-            view = self._seen_as(self._workspace.view(memory_range))
+            view = self._convert(self._workspace.view(memory_range))
         except BaseException:
-            self._workspace.release(memory_range, used=False)
+            self._workspace.release(memory_range, was_used=False)
             raise
         self._memory_range = memory_range
-        self._token = _HOLDS.set(True)
+        self._token = _HAS_WORKSPACE.set(True)
         self._in_loop = in_loop
-        self._workspace.coroutines += in_loop
+        self._workspace.coroutine_count += in_loop
         return view
 
     def _release(self) -> None:
         assert self._memory_range is not None and self._token is not None
         # Raised for a generator that is closed in another context.
         with contextlib.suppress(ValueError):
-            _HOLDS.reset(self._token)
-        self._workspace.coroutines -= self._in_loop
+            _HAS_WORKSPACE.reset(self._token)
+        self._workspace.coroutine_count -= self._in_loop
         self._workspace.release(self._memory_range)
 
 
-def _fail(granted: asyncio.Future[Range], error: Exception) -> None:
-    if not granted.done():
-        granted.set_exception(error)
+def _fail(grant: asyncio.Future[Range], error: Exception) -> None:
+    if not grant.done():
+        grant.set_exception(error)
 
 
 def _in_event_loop() -> bool:

@@ -24,7 +24,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
 from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.workers.user_code import in_words
+from shmserve.workers.user_code import describe_error
 
 if TYPE_CHECKING:
     import torch
@@ -49,17 +49,17 @@ def is_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def lost(error: BaseException) -> bool:
+def is_device_lost(error: BaseException) -> bool:
     """Check whether an error means that this process cannot use its device any more."""
     return isinstance(error, DeviceLost | getattr(_torch(), "AcceleratorError", DeviceLost))
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Check whether an error means that host or device memory is full."""
     return isinstance(error, MemoryError | getattr(_torch(), "OutOfMemoryError", MemoryError))
 
 
-def free_cached() -> None:
+def free_cached_memory() -> None:
     """Release the device memory that torch caches."""
     torch = _torch()
     if torch is not None and torch.accelerator.is_available():
@@ -98,35 +98,37 @@ def cuda_tensor(allocation: Allocation) -> torch.Tensor:
 
 
 class _Mapping:
-    """The part of an allocation that one region may use; `view` is None after its close."""
+    """The part of an allocation that one region may use; `view` is None after `close`."""
 
-    def __init__(self, view: torch.Tensor, pid: int, collect: Callable[[], None]) -> None:
-        # The pid of its process; 0 for a client's memory, which is closed with its region.
+    def __init__(self, view: torch.Tensor, pid: int, close_unused: Callable[[], None]) -> None:
+        # The pid of the owner; 0 for a client's memory, which is closed with its region.
         self.pid = pid
         self.view: Any = view
-        self._collect = collect
+        self._close_unused = close_unused
 
     def close(self) -> None:
         self.view = None
-        self._collect()
+        self._close_unused()
 
 
 @dataclass(eq=False)
 class DeviceMemory:
     """The device memory of other processes that this process has open."""
 
-    _make: Callable[[], Cuda] = Driver
+    _create_driver: Callable[[], Cuda] = Driver
     _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor
     _cuda: Cuda | None = None
-    _open: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = field(
+    _allocations: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    # Pointer and device of allocations to close.
+    # The pointers and devices of the allocations to close.
     _unused: deque[tuple[int, int]] = field(default_factory=deque)
-    _written: set[int] = field(default_factory=set)
-    _used: set[int] = field(default_factory=set)  # devices that have worked at least once
-    _thread: int = field(default_factory=threading.get_ident)
-    _opening: threading.Lock = field(default_factory=threading.Lock)
+    _written_devices: set[int] = field(default_factory=set)
+    _working_devices: set[int] = field(
+        default_factory=set
+    )  # devices that have worked at least once
+    _loop_thread: int = field(default_factory=threading.get_ident)
+    _open_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, memory: Memory) -> _Mapping:
         """Map the memory of a region or of a workspace; safe in any thread.
@@ -138,47 +140,47 @@ class DeviceMemory:
                 for this process.
             DeviceLost: This process cannot use the device any more.
         """
-        with self._opening:
-            return self._opened(memory)
+        with self._open_lock:
+            return self._open_locked(memory)
 
-    def _opened(self, memory: Memory) -> _Mapping:
+    def _open_locked(self, memory: Memory) -> _Mapping:
         handle = memory.cuda
         assert handle is not None
-        self.collect()  # closes unused handles, because a process may open a handle only once
+        self.close_unused()  # closes unused handles, because a process may open a handle only once
         if self._cuda is None:
-            self._cuda = self._make()
+            self._cuda = self._create_driver()
         allocation = self._allocation(self._cuda, handle)
         if memory.byte_size > allocation.capacity:
             del allocation
-            self.collect()
+            self.close_unused()
             raise InvalidArgument("a shared memory region is larger than the allocation behind it")
         try:
             view = self._as_tensor(allocation)
         except Exception as error:  # starting torch's CUDA fails in many ways
-            if lost(error):
+            if is_device_lost(error):
                 raise
-            logger.error("torch cannot use device %d: %s", allocation.device, in_words(error))
-            raise _unusable(allocation.device) from None
-        return _Mapping(view[: memory.byte_size], memory.pid, self.collect)
+            logger.error("torch cannot use device %d: %s", allocation.device, describe_error(error))
+            raise _unusable_error(allocation.device) from None
+        return _Mapping(view[: memory.byte_size], memory.pid, self.close_unused)
 
     def _allocation(self, cuda: Cuda, handle: CudaHandle) -> Allocation:
         key = (handle.raw, handle.device)
-        opened = self._open.get(key)
+        existing = self._allocations.get(key)
         try:
             if handle.uuid and handle.uuid != cuda.uuid(handle.device):
                 raise InvalidArgument(
                     f"device {handle.device} of the server is not the one with the 'device_uuid' "
                     "that the shared memory region was registered with"
                 )
-            if opened is not None:
-                return opened
+            if existing is not None:
+                return existing
             pointer = cuda.open(handle.raw, handle.device)
-            self._used.add(handle.device)
+            self._working_devices.add(handle.device)
         except CudaError as error:
             logger.warning(
                 "a client's memory on device %d cannot be opened: %s", handle.device, error
             )
-            self._blame(cuda, handle.device)
+            self._check_device(cuda, handle.device)
             raise InvalidArgument(
                 "the CUDA handle of a shared memory region cannot be opened: its owner has exited, "
                 f"or it is not of device {handle.device} of the server"
@@ -196,10 +198,10 @@ class DeviceMemory:
         allocation = Allocation(pointer, base + byte_size - pointer, handle.device)
         # A thread of the model may drop the last reference: the loop closes the handle later.
         weakref.finalize(allocation, self._unused.append, (pointer, handle.device)).atexit = False
-        self._open[key] = allocation
+        self._allocations[key] = allocation
         return allocation
 
-    def _blame(self, cuda: Cuda, device: int) -> None:
+    def _check_device(self, cuda: Cuda, device: int) -> None:
         """Determine whether the device or the handle caused a failure to open a handle.
 
         Raises:
@@ -208,15 +210,15 @@ class DeviceMemory:
         try:
             cuda.synchronize(device)
         except CudaError as error:
-            if device in self._used:
+            if device in self._working_devices:
                 raise DeviceLost(f"device {device}: {error}") from None
             logger.error("device %d cannot be used: %s", device, error)
-            raise _unusable(device) from None
-        self._used.add(device)
+            raise _unusable_error(device) from None
+        self._working_devices.add(device)
 
-    def collect(self) -> None:
+    def close_unused(self) -> None:
         """Close unused allocations; does nothing outside of the loop's thread."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._loop_thread:
             return
         while self._unused:
             pointer, device = self._unused.popleft()
@@ -232,15 +234,15 @@ class DeviceMemory:
         A region that cannot be pinned is used unpinned, which is slower.
         """
         if not view.nbytes:
-            return _nothing
+            return _no_unpin
         address = address_of(view)
         try:
             if self._cuda is None:
-                self._cuda = self._make()
+                self._cuda = self._create_driver()
             self._cuda.pin(address, view.nbytes, device)
         except (CudaError, Unavailable) as error:
             logger.warning("a region of %d bytes cannot be pinned: %s", view.nbytes, error)
-            return _nothing
+            return _no_unpin
         return partial(self._unpin, self._cuda, address, device)
 
     @staticmethod
@@ -255,7 +257,7 @@ class DeviceMemory:
 
         The number is 0 if the tensor is at the destination. `finish_writes` waits for the copy.
         """
-        self._written.add(device)
+        self._written_devices.add(device)
         source = source.detach().resolve_conj().resolve_neg()
         if source.data_ptr() == destination.data_ptr() and source.is_contiguous():
             return 0
@@ -273,8 +275,8 @@ class DeviceMemory:
         Raises:
             DeviceLost: This process cannot use a device any more.
         """
-        while self._written:
-            self.synchronize(self._written.pop())
+        while self._written_devices:
+            self.synchronize(self._written_devices.pop())
 
     def synchronize(self, device: int) -> None:
         """Wait until a device has completed the work of this process; safe in any thread.
@@ -288,32 +290,32 @@ class DeviceMemory:
         except CudaError as error:
             raise DeviceLost(f"device {device}: {error}") from error
 
-    def check(self, question: CheckMemory) -> MemoryChecked:
+    def check(self, request: CheckMemory) -> MemoryChecked:
         """Open a memory, close it, and return whether it can be opened."""
-        handle = CudaHandle(question.handle, question.device_id, question.device_uuid)
+        handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
         try:
-            self.open(Memory.on_device(0, question.byte_size, handle)).close()
+            self.open(Memory.on_device(0, request.byte_size, handle)).close()
         except ShmserveError as error:
-            return MemoryChecked(question.id, error.code, error.message)
-        return MemoryChecked(question.id, "", "")
+            return MemoryChecked(request.id, error.code, error.message)
+        return MemoryChecked(request.id, "", "")
 
     @property
-    def handles(self) -> int:
+    def handle_count(self) -> int:
         """Return the number of handles that are open or not closed yet."""
-        return len(self._open) + len(self._unused)
+        return len(self._allocations) + len(self._unused)
 
 
-def _unusable(device: int) -> Unavailable:
+def _unusable_error(device: int) -> Unavailable:
     return Unavailable(f"this model's process cannot use shared memory on device {device} now")
 
 
-def _nothing() -> None:
+def _no_unpin() -> None:
     """Unpin memory that could not be pinned."""
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.device != second.device:
         return False
-    reach = sum((n - 1) * s for n, s in zip(second.shape, second.stride(), strict=True) if n)
-    end = second.data_ptr() + (reach + 1) * second.dtype.itemsize
+    last_element = sum((n - 1) * s for n, s in zip(second.shape, second.stride(), strict=True) if n)
+    end = second.data_ptr() + (last_element + 1) * second.dtype.itemsize
     return second.data_ptr() < first.data_ptr() + first.numel() and first.data_ptr() < end

@@ -54,10 +54,10 @@ class OutputMemory:
         self._arena = arena
         self._readers: Readers[int] = Readers()
         # Blocks of responses that were not sent yet, by offset.
-        self._fresh: dict[int, _Output] = {}
-        self._held: dict[int, int] = {}  # lent bytes by reader
+        self._unsent: dict[int, _Output] = {}
+        self._lent_bytes: dict[int, int] = {}  # by reader, including blocks that were not sent yet
         self._reserved: dict[int, _Output] = {}  # blocks that a model computes in, by address
-        self._exited: set[int] = set()  # readers whose exit the scheduler has not confirmed
+        self._exited_readers: set[int] = set()  # readers whose exit the scheduler has not confirmed
 
     @property
     def id(self) -> int:
@@ -65,7 +65,7 @@ class OutputMemory:
         return self._arena.memory.id
 
     def __len__(self) -> int:
-        return len(self._readers) + len(self._fresh)
+        return len(self._readers) + len(self._unsent)
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Range, memoryview]:
         """Allocate a block for a process.
@@ -74,12 +74,12 @@ class OutputMemory:
             Unavailable: The arena is full, or the share of a local client is used up.
             InvalidArgument: The arena is smaller than the block.
         """
-        used = self._held.get(reader, 0)
-        if used and reader >= FIRST_LOCAL_CLIENT:
-            self._check_share(used, byte_size)
+        lent_bytes = self._lent_bytes.get(reader, 0)
+        if lent_bytes and reader >= FIRST_LOCAL_CLIENT:
+            self._check_share(lent_bytes, byte_size)
         memory_range = self._arena.allocate(byte_size)
-        self._fresh[memory_range.offset] = _Output(self, memory_range, reader)
-        self._held[reader] = used + byte_size
+        self._unsent[memory_range.offset] = _Output(self, memory_range, reader)
+        self._lent_bytes[reader] = lent_bytes + byte_size
         return memory_range, self._arena.view(memory_range)
 
     def reserve(self, reader: int, byte_size: int) -> memoryview:
@@ -91,7 +91,7 @@ class OutputMemory:
             ShmserveError: As `allocate`.
         """
         memory_range, view = self.allocate(reader, byte_size)
-        self._reserved[address_of(view)] = self._fresh[memory_range.offset]
+        self._reserved[address_of(view)] = self._unsent[memory_range.offset]
         return view
 
     def claim(self, reader: int, address: int, byte_size: int) -> Range | None:
@@ -99,83 +99,85 @@ class OutputMemory:
         output = self._reserved.get(address)
         if output is None or output.memory_range.byte_size != byte_size or output.reader != reader:
             return None
-        if self._fresh.get(output.memory_range.offset) is not output:
+        if self._unsent.get(output.memory_range.offset) is not output:
             return None
         return self._reserved.pop(address).memory_range
 
-    def _check_share(self, used: int, byte_size: int) -> None:
+    def _check_share(self, lent_bytes: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used
-        if used + byte_size > free - byte_size:
+        if lent_bytes + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
-                f"this client holds {used} bytes, and may hold at most as many as are free"
+                f"this client holds {lent_bytes} bytes, and may hold at most as many as are free"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:
         """Free blocks that their reader has released; blocks not lent to the reader are ignored."""
         self._readers.release(reader, offsets)
 
-    def exited(self, reader: int) -> None:
+    def record_exit(self, reader: int) -> None:
         """Record that a process has exited; its blocks are kept until `drop_reader`.
 
-        The scheduler may still copy them into the response cache, and sends `ReaderExited` after
-        that. `drop_exited` frees them if the scheduler itself exits.
+        The scheduler may still copy the blocks into the response cache, and sends `ReaderExited`
+        after that. `drop_exited` frees them if the scheduler itself exits.
         """
-        if reader in self._held:
-            self._exited.add(reader)
+        if reader in self._lent_bytes:
+            self._exited_readers.add(reader)
 
     def drop_exited(self) -> None:
         """Free the blocks of all exited readers, because the scheduler has exited, too."""
-        for reader in list(self._exited):
+        for reader in list(self._exited_readers):
             self.drop_reader(reader)
 
     def drop_reader(self, reader: int) -> None:
         """Free every block of a process that has exited."""
-        self._exited.discard(reader)
+        self._exited_readers.discard(reader)
         self._readers.drop(reader)
-        self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
+        self.free_unused(
+            [offset for offset, output in self._unsent.items() if output.reader == reader]
+        )
 
-    def take_back(self, offsets: Iterable[int]) -> None:
+    def free_unused(self, offsets: Iterable[int]) -> None:
         """Free blocks that were allocated for responses and are not used for them."""
         for offset in offsets:
-            output = self._fresh.pop(offset, None)
+            output = self._unsent.pop(offset, None)
             if output is not None:
                 output.release()
 
     def free(self, output: _Output) -> None:
         """Free a block that has no user any more."""
         reader, memory_range = output.reader, output.memory_range
-        used = self._held[reader] - memory_range.byte_size
-        if used:
-            self._held[reader] = used
+        lent_bytes = self._lent_bytes[reader] - memory_range.byte_size
+        if lent_bytes:
+            self._lent_bytes[reader] = lent_bytes
         else:
-            del self._held[reader]
+            del self._lent_bytes[reader]
         self._arena.free(memory_range.offset)
 
     @property
-    def has_fresh(self) -> bool:
+    def has_unsent(self) -> bool:
         """Return whether a block is allocated for a response that was not sent yet."""
-        return bool(self._fresh)
+        return bool(self._unsent)
 
-    def delivered(self) -> int:
+    def mark_sent(self) -> int:
         """Lend the blocks of the responses that were sent to their readers; return their bytes."""
-        if not self._fresh:
+        if not self._unsent:
             return 0
         for output in self._reserved.values():
-            if self._fresh.get(output.memory_range.offset) is output:
-                self.take_back((output.memory_range.offset,))
+            if self._unsent.get(output.memory_range.offset) is output:
+                self.free_unused((output.memory_range.offset,))
         self._reserved.clear()
         byte_size = 0
-        for offset, output in self._fresh.items():
+        for offset, output in self._unsent.items():
             byte_size += output.memory_range.byte_size
             self._readers.lend(output.reader, offset, output)
-        self._fresh.clear()
+        self._unsent.clear()
         return byte_size
 
-    def undelivered(self) -> int:
+    def free_unsent(self) -> int:
         """Free the blocks of responses that could not be sent; return 0, the bytes lent."""
         self._reserved.clear()
-        self.take_back(list(self._fresh))
+        self.free_unused(list(self._unsent))
         return 0
 
 
@@ -184,75 +186,77 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-_WORTH_HELP = 4 * 1024 * 1024  # in bytes; for smaller copies a wake-up costs as much as it saves
-_PIECE = LARGE_COPY  # bytes; smaller pieces would be copied through the caches
-_MOST_HELPERS = 3
+_MIN_PARALLEL_BYTES = (
+    4 * 1024 * 1024
+)  # in bytes; for smaller copies a wake-up costs as much as it saves
+_PIECE_BYTES = LARGE_COPY  # bytes; smaller pieces would be copied through the caches
+_MAX_HELPERS = 3
 
 
-class _Job:
+class _CopyJob:
     """A large copy that is cut into pieces.
 
     The iterator `numbers` assigns each piece to one thread.
     """
 
-    __slots__ = ("_lock", "_source", "_target", "_unfinished", "finished", "numbers")
+    __slots__ = ("_lock", "_source", "_target", "_unfinished", "finished_lock", "piece_numbers")
 
     def __init__(self, target: Array, source: Array) -> None:
         self._target = target
         self._source = source
-        self._unfinished = -(-len(target) // _PIECE)
+        self._unfinished = -(-len(target) // _PIECE_BYTES)
         self._lock = threading.Lock()
-        self.finished = threading.Lock()
-        self.finished.acquire()
-        self.numbers: Iterator[int] = iter(range(self._unfinished))
+        self.finished_lock = threading.Lock()
+        self.finished_lock.acquire()
+        self.piece_numbers: Iterator[int] = iter(range(self._unfinished))
 
-    def help(self) -> None:
+    def copy_pieces(self) -> None:
         """Copy pieces until all pieces are assigned."""
-        for number in self.numbers:  # atomic, because the iterator is implemented in C
-            piece = slice(number * _PIECE, (number + 1) * _PIECE)
+        for number in self.piece_numbers:  # atomic, because the iterator is implemented in C
+            piece = slice(number * _PIECE_BYTES, (number + 1) * _PIECE_BYTES)
             np.copyto(self._target[piece], self._source[piece])
             with self._lock:
                 self._unfinished -= 1
                 if not self._unfinished:
-                    self.finished.release()
+                    self.finished_lock.release()
 
 
 class Copier:
     """A copier of arrays that uses up to `threads` threads, including the caller's."""
 
     def __init__(self, threads: int) -> None:
-        self._helpers = max(0, min(threads - 1, _MOST_HELPERS))
+        self._helper_count = max(0, min(threads - 1, _MAX_HELPERS))
         # Queue of the helper threads, created by the first large copy.
-        self._jobs: SimpleQueue[_Job] | None = None
+        self._jobs: SimpleQueue[_CopyJob] | None = None
 
     def copy(self, target: Array, source: Array) -> None:
         """Execute `target[...] = source` for arrays of one shape and type that do not overlap."""
-        flat = source.flags.c_contiguous and target.flags.c_contiguous
-        if target.nbytes < _WORTH_HELP or not self._helpers or not flat:
+        is_flat = source.flags.c_contiguous and target.flags.c_contiguous
+        if target.nbytes < _MIN_PARALLEL_BYTES or not self._helper_count or not is_flat:
             target[...] = source
             return
         if self._jobs is None:
-            self._jobs = self._started()
-        job = _Job(_flat(target), _flat(source))
-        for _ in range(self._helpers):
+            self._jobs = self._start_helpers()
+        job = _CopyJob(_as_bytes(target), _as_bytes(source))
+        for _ in range(self._helper_count):
             self._jobs.put(job)
-        job.help()
-        job.finished.acquire()
+        job.copy_pieces()
+        job.finished_lock.acquire()
 
-    def _started(self) -> SimpleQueue[_Job]:
-        jobs: SimpleQueue[_Job] = SimpleQueue()
-        for _ in range(self._helpers):
-            threading.Thread(target=_serve, args=(jobs,), name="copier", daemon=True).start()
+    def _start_helpers(self) -> SimpleQueue[_CopyJob]:
+        jobs: SimpleQueue[_CopyJob] = SimpleQueue()
+        for _ in range(self._helper_count):
+            threading.Thread(target=_run_helper, args=(jobs,), name="copier", daemon=True).start()
         return jobs
 
 
-def _flat(array: Array) -> Array:
+def _as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def _serve(jobs: SimpleQueue[_Job]) -> None:
+def _run_helper(jobs: SimpleQueue[_CopyJob]) -> None:
     while True:
-        job: _Job | None = jobs.get()
+        job: _CopyJob | None = jobs.get()
         assert job is not None
-        job.help()
+        job.copy_pieces()
         job = None

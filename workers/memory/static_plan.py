@@ -35,12 +35,15 @@ _MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The bytes of the weights, of one row of each input and output, and of the workspace.
+    """The memory that a model with fixed shapes needs.
 
     Attributes:
+        weights: The bytes of the weights.
+        inputs: The bytes of one row of each input, by name.
+        outputs: The bytes of one row of each output, by name.
         buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
             that holds it.
-        workspace: None if it was not measured.
+        workspace: The bytes of the workspace, or None if they were not measured.
     """
 
     weights: int
@@ -53,12 +56,12 @@ class MemoryPlan:
     def of(cls, config: ModelSpec, signature: Signature, weights: int) -> MemoryPlan | None:
         """Return the plan of a model, or None if the size of an input or output varies."""
         specs = [*signature.inputs.values(), *signature.outputs.values()]
-        if not specs or not all(map(_fixed, specs)):
+        if not specs or not all(map(_has_fixed_size, specs)):
             return None
         return cls(
             weights,
-            {spec.name: _row(spec) for spec in signature.inputs.values()},
-            {spec.name: _row(spec) for spec in signature.outputs.values()},
+            {spec.name: _row_bytes(spec) for spec in signature.inputs.values()},
+            {spec.name: _row_bytes(spec) for spec in signature.outputs.values()},
             buckets(config),
         )
 
@@ -67,7 +70,7 @@ class MemoryPlan:
         """Return the rows of the largest batch."""
         return self.buckets[-1]
 
-    def bucket(self, rows: int) -> int:
+    def bucket_of(self, rows: int) -> int:
         """Return the smallest bucket of at least `rows` rows.
 
         Raises:
@@ -83,26 +86,26 @@ class MemoryPlan:
         return sum(self.inputs.values()) * rows, sum(self.outputs.values()) * rows
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Return the total bytes; an unmeasured workspace counts as 0."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def log(self, model: str) -> None:
         """Log the plan in MB; at debug level if it is too small to matter."""
-        level = logging.INFO if self.total >= _MB else logging.DEBUG
+        level = logging.INFO if self.total_bytes >= _MB else logging.DEBUG
         logger.log(level, "model '%s' is planned at %s", model, self.text())
 
     def text(self) -> str:
         """Return the plan for the log, in MB."""
-        each = ", ".join(
+        batches = ", ".join(
             f"{rows}: {inputs / _MB:.2f} + {outputs / _MB:.2f}"
             for rows in self.buckets
             for inputs, outputs in (self.byte_size(rows),)
         )
         workspace = "not known" if self.workspace is None else f"{self.workspace / _MB:.2f}"
         return (
-            f"{self.total / _MB:.2f} MB: weights {self.weights / _MB:.2f}, inputs + outputs by "
-            f"batch ({each}), workspace {workspace}"
+            f"{self.total_bytes / _MB:.2f} MB: weights {self.weights / _MB:.2f}, inputs + outputs "
+            f"by batch ({batches}), workspace {workspace}"
         )
 
 
@@ -112,21 +115,21 @@ def buckets(config: ModelSpec) -> tuple[int, ...]:
     The sizes are those of `graph_spec` in `optimization.cuda`. Without these, they are the
     preferred sizes and the powers of two.
     """
-    most = max(1, config.max_batch_size)
-    named = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
-    if not named:
+    max_rows = max(1, config.max_batch_size)
+    sizes = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
+    if not sizes:
         batching = config.dynamic_batching
-        named = set(batching.preferred_batch_size if batching is not None else ())
-        named |= {1 << power for power in range(most.bit_length())}
-    return (*sorted(size for size in named if 0 < size < most), most)
+        sizes = set(batching.preferred_batch_size if batching is not None else ())
+        sizes |= {1 << power for power in range(max_rows.bit_length())}
+    return (*sorted(size for size in sizes if 0 < size < max_rows), max_rows)
 
 
-def _fixed(spec: TensorSpec) -> bool:
+def _has_fixed_size(spec: TensorSpec) -> bool:
     varies = spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype]
     return spec.static and not varies
 
 
-def _row(spec: TensorSpec) -> int:
+def _row_bytes(spec: TensorSpec) -> int:
     return element_count(spec.dims) * ITEM_SIZE[spec.datatype]
 
 
@@ -146,7 +149,7 @@ class Recorder(Protocol):
             The function that repeats the call's work, and the results of each replay.
         """
 
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the bytes of device memory that this process has reserved."""
 
 
@@ -172,7 +175,7 @@ class CudaRecorder(Recorder):
         self._pool = graph.pool()
         return graph.replay, results
 
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         import torch
 
         return torch.cuda.memory_reserved(self._device)
@@ -194,36 +197,36 @@ class Graphs:
     ) -> None:
         import torch
 
-        from shmserve.workers.memory.tensors import TORCH
+        from shmserve.workers.memory.tensors import TORCH_DTYPES
 
         self._plan = plan
         self._batched = signature.max_batch_size > 0
         self._inputs = {
             name: torch.zeros(
-                self._shape(spec, plan.rows), dtype=TORCH[spec.datatype], device=device
+                self._shape(spec, plan.rows), dtype=TORCH_DTYPES[spec.datatype], device=device
             )
             for name, spec in signature.inputs.items()
         }
         self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
-        before = recorder.reserved()
+        reserved_before = recorder.reserved_bytes()
         # The largest first: the smaller graphs fit into the memory that it releases to the pool.
         for rows in reversed(plan.buckets):
-            inputs = {name: self._rows(whole, rows) for name, whole in self._inputs.items()}
+            inputs = {name: self._first_rows(buffer, rows) for name, buffer in self._inputs.items()}
             self._graphs[rows] = recorder.record(partial(call, inputs))
-        self.workspace = recorder.reserved() - before
+        self.workspace = recorder.reserved_bytes() - reserved_before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Return the outputs for a batch; they are valid until the next run."""
         rows = len(next(iter(inputs.values()))) if self._batched else 1
-        bucket = self._plan.bucket(rows)
+        bucket = self._plan.bucket_of(rows)
         for name, tensor in inputs.items():
-            self._rows(self._inputs[name], rows).copy_(tensor, non_blocking=True)
+            self._first_rows(self._inputs[name], rows).copy_(tensor, non_blocking=True)
         replay, results = self._graphs[bucket]
         replay()
-        return {name: self._rows(value, rows) for name, value in results.items()}
+        return {name: self._first_rows(output, rows) for name, output in results.items()}
 
-    def _rows(self, whole: torch.Tensor, rows: int) -> torch.Tensor:
-        return whole[:rows] if self._batched else whole
+    def _first_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        return tensor[:rows] if self._batched else tensor
 
     def _shape(self, spec: Any, rows: int) -> tuple[int, ...]:
         dims = spec.model_dims

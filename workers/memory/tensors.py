@@ -12,16 +12,16 @@ import torch
 from shmserve.errors import Unavailable
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.workers.memory.device_memory import lost
+from shmserve.workers.memory.device_memory import is_device_lost
 
 logger = logging.getLogger(__name__)
 
 # Protocol datatype -> torch dtype, and the reverse.
-TORCH: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {
     **{name: getattr(torch, kind.name) for name, kind in NUMPY.items() if name != "BYTES"},
     "BF16": torch.bfloat16,
 }
-PROTOCOL: dict[torch.dtype, str] = {kind: name for name, kind in TORCH.items()}
+PROTOCOL_DATATYPES: dict[torch.dtype, str] = {kind: name for name, kind in TORCH_DTYPES.items()}
 
 
 def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:
@@ -32,18 +32,18 @@ def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:
         shape: The shape of the tensor.
         raw: Host memory, or a tensor of uint8 on a device.
     """
-    kind = TORCH[datatype]
+    dtype = TORCH_DTYPES[datatype]
     if not element_count(shape):
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=dtype)
     if isinstance(raw, torch.Tensor):
-        if raw.data_ptr() % kind.itemsize or raw.storage_offset() % kind.itemsize:
+        if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
             raw = raw.clone()
-        on_device: torch.Tensor = raw.view(kind).view(shape)
-        return on_device
-    flat = torch.frombuffer(raw, dtype=torch.uint8, count=element_count(shape) * kind.itemsize)
-    if flat.data_ptr() % kind.itemsize:
+        device_tensor: torch.Tensor = raw.view(dtype).view(shape)
+        return device_tensor
+    flat = torch.frombuffer(raw, dtype=torch.uint8, count=element_count(shape) * dtype.itemsize)
+    if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
-    return flat.view(kind).view(shape)
+    return flat.view(dtype).view(shape)
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -78,19 +78,19 @@ class DeviceBuffers:
             capacity: The capacity in bytes of a buffer that is allocated.
         """
         device = next(row.device for row in rows if isinstance(row, torch.Tensor))
-        total = sum(map(len, rows))
+        byte_size = sum(map(len, rows))
         buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < total or buffer.device != device:
+        if buffer is None or len(buffer) < byte_size or buffer.device != device:
             buffer = None
             self._buffers.pop(name, None)  # freed before the new buffer is allocated
-            buffer = torch.empty(max(capacity, total), dtype=torch.uint8, device=device)
+            buffer = torch.empty(max(capacity, byte_size), dtype=torch.uint8, device=device)
             self._buffers[name] = buffer
-        at = 0
+        position = 0
         for row in rows:
-            end = at + len(row)
-            buffer[at:end].copy_(as_bytes(row), non_blocking=True)
-            at = end
-        return buffer[:total]
+            end = position + len(row)
+            buffer[position:end].copy_(as_bytes(row), non_blocking=True)
+            position = end
+        return buffer[:byte_size]
 
 
 def as_bytes(raw: Bytes) -> torch.Tensor:
@@ -112,7 +112,7 @@ def to_host(raw: Bytes) -> memoryview:
     try:
         return memoryview(raw.to("cpu", copy=True).numpy())
     except RuntimeError as error:
-        if lost(error):
+        if is_device_lost(error):
             raise
         logger.error("a client's memory cannot be read: %s", error)
         raise Unavailable("the memory of a tensor cannot be read") from error

@@ -12,7 +12,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.native import NativeBackend
-from shmserve.workers.user_code import in_words, source_location
+from shmserve.workers.user_code import describe_error, source_location
 from tests.rigs.worker_rig import rig
 
 IO = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
@@ -259,7 +259,7 @@ def of_class(tmp_path: Path, text: str) -> None:
             raise
         except Exception as error:  # as a worker says it
             raise InvalidArgument(
-                in_words(error) + source_location(error, made.context.version_dir)
+                describe_error(error) + source_location(error, made.context.version_dir)
             ) from None
         plans.complete(spec, completed)
 

@@ -53,4 +53,4 @@ def test_an_operators_own_threshold_stays() -> None:
 
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:
-    assert outputs._PIECE >= LARGE_COPY
+    assert outputs._PIECE_BYTES >= LARGE_COPY

@@ -557,7 +557,7 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
 
 def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of gathered bytes is bounded, even if many requests name the same memory."""
-    monkeypatch.setattr(batches, "LARGEST_PART", 100)
+    monkeypatch.setattr(batches, "MAX_PART_BYTES", 100)
     seen: list[list[int]] = []
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -795,8 +795,8 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
     memory = OutputMemory(arena)
     for _ in range(2):
         memory.allocate(1, 1000)
-        memory.delivered()
-        memory.exited(1)
+        memory.mark_sent()
+        memory.record_exit(1)
         assert arena.used
         memory.drop_reader(1)
         assert not arena.used
@@ -815,10 +815,10 @@ def test_blocks_of_unsent_responses_are_freed() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
     kept = memory.allocate(CLIENT_PID, 1000)[0]
-    memory.delivered()
+    memory.mark_sent()
     memory.allocate(CLIENT_PID, 1000)
-    memory.undelivered()
-    memory.undelivered()
+    memory.free_unsent()
+    memory.free_unsent()
     assert len(memory) == 1
     memory.release(CLIENT_PID, [kept.offset])
     assert len(memory) == 0 == arena.used
@@ -839,7 +839,7 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
 
         with pytest.raises(Unavailable, match="this client holds "):
             all_there_is()
-        memory.delivered()
+        memory.mark_sent()
         return offsets
 
     first = fill(FIRST_LOCAL_CLIENT)
@@ -867,7 +867,7 @@ def test_outputs_of_a_batch_that_its_scheduler_did_not_live_to_see_come_back(
     assert worker.context.arena.used
     if lost:
         worker.scheduler.close()
-    worker.instance.hand_over(worker.finished)
+    worker.instance.send_reply(worker.finished)
     assert (worker.context.arena.used == 0) == lost
 
 

@@ -65,12 +65,12 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
 
 
 def call(calls: CallRouter, what: CallRequest) -> CallResponse:
-    return calls.begin(UnaryBlsCall(calls, what)).wait()
+    return calls.submit_now(UnaryBlsCall(calls, what)).wait()
 
 
 def call_soon(calls: CallRouter, what: CallRequest) -> asyncio.Future[CallResponse]:
     future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
-    calls.begin_soon(UnaryBlsCall(calls, what, future), future)
+    calls.submit_soon(UnaryBlsCall(calls, what, future), future)
     return future
 
 

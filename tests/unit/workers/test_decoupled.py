@@ -18,7 +18,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend
-from shmserve.workers.backends.python.execution import thread_ended
+from shmserve.workers.backends.python.execution import log_thread_exception
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import scheduler as scheduler_link
 from shmserve.workers.links.supervisor import readable
@@ -359,7 +359,7 @@ def test_a_thread_that_raises(
     """The thread's requests fail at once with its exception, even if one of its variables holds
     a sender.
     """
-    monkeypatch.setattr(threading, "excepthook", thread_ended)
+    monkeypatch.setattr(threading, "excepthook", log_thread_exception)
     model.serve(
         f"""
         def execute(self, requests):
@@ -608,7 +608,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
 def test_a_client_that_never_reads_is_given_up(
     model: Model, pumping: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_stream, "MOST_WAIT_S", 0.2)
+    monkeypatch.setattr(response_stream, "MAX_CREDIT_WAIT_S", 0.2)
     model.serve(
         """
         def execute(self, requests):
@@ -668,7 +668,7 @@ def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads
     for key in range(1, 9):
         assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT
     link = model.rig.instance.link
-    until("all of them wait", lambda: len(link._waiting) == 8)
+    until("all of them wait", lambda: len(link._waiting_by_eventfd) == 8)
     with contextlib.ExitStack() as stack:
         if loop_reads:
             link.loop_reads = True
@@ -696,7 +696,7 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     )
     model.begin(0)
     link = model.rig.instance.link
-    (opened,) = link._open.values()
+    (opened,) = link._open_requests.values()
     opened.window.sent(1)
     opened.window.sent(MOST_UNREAD_BYTES)
     looks: list[float] = []
@@ -708,7 +708,7 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     monkeypatch.setattr(scheduler_link, "readable", look)
     waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
     waits.start()
-    until("it waits", lambda: bool(link._waiting))
+    until("it waits", lambda: bool(link._waiting_by_eventfd))
     model.credit(1, 1)
     until("it was granted", lambda: opened.window.unread == 1)
     looks.clear()

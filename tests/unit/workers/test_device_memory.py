@@ -125,22 +125,22 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     region = cuda.export(64).memory()
     kept = mappings.view(Range(region, 8, 8)).view(torch.float32)
     mappings.drop(region.id)
-    assert (cuda.opened, memory.handles) == (1, 1)
+    assert (cuda.opened, memory.handle_count) == (1, 1)
     # A thread of the model drops the last reference. The main thread closes the handle.
     held = [kept]
     del kept
 
     def let_go() -> None:
         held.clear()
-        memory.collect()
+        memory.close_unused()
 
     thread = threading.Thread(target=let_go)
     thread.start()
     thread.join()
     gc.collect()
     assert cuda.opened == 1
-    memory.collect()
-    assert (cuda.opened, memory.handles) == (0, 0)
+    memory.close_unused()
+    assert (cuda.opened, memory.handle_count) == (0, 0)
 
 
 def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
@@ -152,7 +152,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         mappings.view(Range(region, 0, 8))
         mappings.drop(region.id)
     assert cuda.opened == 0
-    assert memory.handles == 0
+    assert memory.handle_count == 0
     assert len(cuda.asked) == 2000
 
 
@@ -181,7 +181,7 @@ def test_bounds(
         with pytest.raises((InvalidArgument, MalformedMessage)):
             view(memory, exported.memory(size), offset, length)
     gc.collect()
-    memory.collect()
+    memory.close_unused()
     assert cuda.opened == 0, "also a refusal closes what it opened"
 
 
@@ -256,7 +256,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
     assert memory.check(CheckMemory(7, exported.raw, 0, b"", 64)).code == "UNAVAILABLE"
     gc.collect()
-    memory.collect()
+    memory.close_unused()
     assert cuda.opened == 0
 
 
@@ -401,7 +401,7 @@ def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeD
         worker.batch(inference(at(again.memory(), 0, ROW)))
     gc.collect()
     assert worker.context.device_memory is not None
-    worker.context.device_memory.collect()
+    worker.context.device_memory.close_unused()
     assert ("close", 0) in cuda.asked
 
 

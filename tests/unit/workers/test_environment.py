@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import class_attribute
-from shmserve.workers.environment import _checked, _interpreter
+from shmserve.workers.environment import _check_interpreter, _find_interpreter
 
 Member = tuple[str, bytes, str]  # the name, the type for tarfile, and the target of a link
 
@@ -36,19 +36,19 @@ def test_an_archive_is_unpacked(tmp_path: Path) -> None:
         ("lib/deep/module.py", tarfile.REGTYPE, ""),
         ("lib", tarfile.DIRTYPE, ""),
     )
-    python = _interpreter(packed, tmp_path / "copies")
+    python = _find_interpreter(packed, tmp_path / "copies")
     root = python.parent.parent
     assert python.resolve() == root / "bin" / "python3.11"
     assert (root / "lib64" / "deep" / "module.py").read_text() == "text"
     status = (root / "bin" / "same").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime) == (0o755, 1e9)
     # The archive is not unpacked a second time.
-    assert _interpreter(packed, tmp_path / "copies") == python
+    assert _find_interpreter(packed, tmp_path / "copies") == python
 
 
 def test_the_interpreter_of_a_virtual_environment_may_be_outside(tmp_path: Path) -> None:
     link = ("env/bin/python3", tarfile.SYMTYPE, "/usr/bin/env")
-    found = _interpreter(archive(tmp_path / "env.tar", link), tmp_path / "copies")
+    found = _find_interpreter(archive(tmp_path / "env.tar", link), tmp_path / "copies")
     assert found.parts[-3:] == ("env", "bin", "python3")
 
 
@@ -69,14 +69,14 @@ def test_nothing_is_written_outside(tmp_path: Path, members: list[Member]) -> No
     packed = archive(tmp_path / "env.tar.gz", *members)
     (tmp_path / "out").write_text("before")
     with pytest.raises(InvalidArgument, match="cannot be unpacked"):
-        _interpreter(packed, tmp_path / "copies")
+        _find_interpreter(packed, tmp_path / "copies")
     assert (tmp_path / "out").read_text() == "before"
     assert {path.name for path in tmp_path.iterdir()} == {"copies", "env.tar.gz", "out"}
 
 
 def test_an_absolute_name_is_relative_to_the_folder(tmp_path: Path) -> None:
     packed = archive(tmp_path / "env.tar.gz", ("/bin/python", tarfile.REGTYPE, ""))
-    assert _interpreter(packed, tmp_path / "copies").is_relative_to(tmp_path / "copies")
+    assert _find_interpreter(packed, tmp_path / "copies").is_relative_to(tmp_path / "copies")
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"half"])
@@ -84,21 +84,21 @@ def test_a_file_that_is_no_archive(tmp_path: Path, content: bytes) -> None:
     path = archive(tmp_path / "env.tar.gz", ("bin/python", tarfile.REGTYPE, ""))
     path.write_bytes(path.read_bytes()[:60] if content == b"half" else content)
     with pytest.raises(InvalidArgument, match="cannot be unpacked"):
-        _interpreter(path, tmp_path / "copies")
+        _find_interpreter(path, tmp_path / "copies")
 
 
 def test_the_interpreter_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no bin/python: name the folder"):
-        _interpreter(tmp_path, tmp_path / "copies")
+        _find_interpreter(tmp_path, tmp_path / "copies")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to("/nowhere/python3.9")
     with pytest.raises(InvalidArgument, match=r"a link to '/nowhere/python3\.9', which is missing"):
-        _interpreter(tmp_path, tmp_path / "copies")
+        _find_interpreter(tmp_path, tmp_path / "copies")
     standalone = tmp_path / "standalone" / "python" / "bin" / "python3"
     standalone.parent.mkdir(parents=True)
     standalone.touch(0o755)
-    assert _interpreter(tmp_path / "standalone", tmp_path) == standalone
-    assert _interpreter(standalone, tmp_path) == standalone
+    assert _find_interpreter(tmp_path / "standalone", tmp_path) == standalone
+    assert _find_interpreter(standalone, tmp_path) == standalone
 
 
 @pytest.fixture
@@ -128,20 +128,20 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 def test_the_requirements(script: Callable[[str], Path], printed: str, problem: str) -> None:
     python = script(f"#!/bin/sh\necho a line of a site package\necho '{printed}'\n")
     if not problem:
-        assert _checked(python) == python
+        assert _check_interpreter(python) == python
         return
     with pytest.raises(InvalidArgument, match=problem):
-        _checked(python)
+        _check_interpreter(python)
 
 
 def test_an_interpreter_that_does_not_run(script: Callable[[str], Path]) -> None:
     with pytest.raises(InvalidArgument, match=r"status 4 at its start: no libpython"):
-        _checked(script("#!/bin/sh\necho no libpython >&2\nexit 4\n"))
+        _check_interpreter(script("#!/bin/sh\necho no libpython >&2\nexit 4\n"))
     with pytest.raises(InvalidArgument, match=r"cannot be run: .*Exec format error"):
-        _checked(script("\x7fELF of a different processor"))
+        _check_interpreter(script("\x7fELF of a different processor"))
     os.chmod(script(""), 0o644)
     with pytest.raises(InvalidArgument, match=r"cannot be run: .*Permission denied"):
-        _checked(script("").parent)
+        _check_interpreter(script("").parent)
 
 
 SOURCE = """

@@ -28,13 +28,13 @@ class Clock:
     def __init__(self, link: InstanceLink, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 10 * HOLD_NS
         self.due_ns: int | None = None
-        self._flush = link._timer._due
+        self._flush = link._timer._on_expiry
         link._timer = cast("Timer", self)
         stands_in = SimpleNamespace(monotonic_ns=lambda: self.now_ns, monotonic=time.monotonic)
         monkeypatch.setattr(scheduler_link, "time", stands_in)
 
     def start(self) -> None:
-        self.due_ns = self.now_ns + scheduler_link._MOST_HELD_NS
+        self.due_ns = self.now_ns + scheduler_link._MAX_HOLD_NS
 
     def close(self) -> None:
         pass
@@ -84,17 +84,17 @@ def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None
         for number, (pause_ns, at_once) in enumerate(steps):
             clock.pass_ns(pause_ns)
             assert all(
-                clock.now_ns - posted_ns[queued] < scheduler_link._MOST_HELD_NS
+                clock.now_ns - posted_ns[queued] < scheduler_link._MAX_HOLD_NS
                 for queued in wire.queued
             )
-            frames, flushed_ns = len(wire.frames), link._flushed_ns
+            frames, flushed_ns = len(wire.frames), link._last_flush_ns
             link.post(number)
             posted_ns.append(clock.now_ns)
             assert link.flush() if at_once else link.flush_soon()
             if at_once or clock.now_ns - flushed_ns >= HOLD_NS:
                 assert not wire.queued
             assert len(wire.frames) - frames <= 1
-        clock.pass_ns(scheduler_link._MOST_HELD_NS)
+        clock.pass_ns(scheduler_link._MAX_HOLD_NS)
         assert list(chain(*wire.frames)) == list(range(len(steps)))
 
 
@@ -222,7 +222,7 @@ def test_a_batch_that_returns_takes_what_waits_with_it(model: Sender, clock: Clo
     model.begin(0)
     model.send(1)
     model.send(2)
-    model.rig.instance.hand_over(model.rig.finished)
+    model.rig.instance.send_reply(model.rig.finished)
     router = model.rig.scheduler
     assert router.wait(10)
     kinds = [type(message).__name__ for _, message in router.receive()]

@@ -119,7 +119,7 @@ def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(wor
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("a", a)))
         assert reply.array("s").tolist() == [[7.0, 9.0]]
-        worker.instance.hand_over(worker.finished)
+        worker.instance.send_reply(worker.finished)
         assert len(worker.context.output_memory) == 0  # the unused reservation is free again
     a = np.ones(LARGE, F32)
     (reply,) = worker.batch(inference(tensor("a", a)))

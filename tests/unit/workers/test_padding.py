@@ -14,7 +14,7 @@ from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
+from shmserve.workers.batch.request import CopyCounter, Input, Output, Request, Response
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
@@ -127,7 +127,7 @@ def padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) 
     made["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
     signature = Signature(ModelSpec.of(made), "1")
     assert signature.padding is not None
-    return Padder(signature.padding, signature, Copied())
+    return Padder(signature.padding, signature, CopyCounter())
 
 
 def request(array: Any, datatype: str = "FP32") -> Request:
@@ -142,7 +142,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
 def test_without_buckets_it_is_the_batchs_maximum() -> None:
     requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
     made = padder({"IMAGE": {"lengths": "N"}}).pad(requests)
-    assert made.shape == {"IMAGE": (3,)}
+    assert made.padded_shapes == {"IMAGE": (3,)}
     assert [r.inputs["IMAGE"].numpy().tolist() for r in requests] == [[[1, 0, 0]], [[1, 1, 1]]]
     assert [r.inputs["N"].numpy().tolist() for r in requests] == [[[1]], [[3]]]
 
@@ -195,7 +195,7 @@ def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) ->
     worker.serve(PytorchBackend(worker.context), config())
     images = [np.ones((1, 3, size, size), F32) for size in (224, 336)]
     for _ in range(2):
-        worker.context.copied.take()
+        worker.context.copy_counter.take()
         worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
     inline = padded = sum(image.nbytes for image in images)
     finished = worker.finished

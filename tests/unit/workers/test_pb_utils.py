@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchema, pack_inference
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python import metrics
-from shmserve.workers.backends.python.errors import to_model, to_server
+from shmserve.workers.backends.python.errors import to_model_error, to_server_error
 from shmserve.workers.backends.python.request import ReceivedRequest, to_response
 from shmserve.workers.backends.python.tensor import Lender
 from shmserve.workers.batch.request import Input, Request
@@ -189,13 +189,13 @@ def test_names_of_types() -> None:
 def test_errors(code: str, status: int) -> None:
     error = pb_utils.TritonError("why", getattr(pb_utils.TritonError, code))
     assert (error.message(), error.code().name) == ("why", code)
-    assert to_server(error).status == status
-    assert to_model(to_server(error)).code() is error.code()
+    assert to_server_error(error).status == status
+    assert to_model_error(to_server_error(error)).code() is error.code()
 
 
 def test_an_error_is_internal_unless_it_says_otherwise() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
-    assert to_model(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
+    assert to_model_error(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
     for wrong in ((3,), ("a", 3)):
         with pytest.raises(TypeError):
             pb_utils.TritonError(*wrong)
@@ -529,7 +529,7 @@ def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
 @pytest.fixture
 def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_families", {})
-    monkeypatch.setattr(metrics, "_changed", False)
+    monkeypatch.setattr(metrics, "_has_changed", False)
     monkeypatch.setattr(metrics, "_on_change", None)  # a worker of an earlier test has set it
 
 

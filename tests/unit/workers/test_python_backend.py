@@ -23,7 +23,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend
-from shmserve.workers.backends.python.execution import thread_ended
+from shmserve.workers.backends.python.execution import log_thread_exception
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -541,7 +541,7 @@ def test_a_response_from_a_thread(model: Model) -> None:
 
 def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread's request fails with its exception, unless the request has ended before."""
-    monkeypatch.setattr(threading, "excepthook", thread_ended)
+    monkeypatch.setattr(threading, "excepthook", log_thread_exception)
     model.serve(
         """
         def execute(self, requests):

@@ -684,7 +684,7 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     for _ in range(3):
         (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[wanted]))
         assert reply.code == "", reply.message
-        program: Any = backend._serving.call
+        program: Any = backend._program.call
         addresses.append(program.at)
     mapped = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
     at = mapped.__array_interface__["data"][0]
@@ -714,10 +714,10 @@ def test_result_plan_takes_named_tuples_by_field() -> None:
         low: int
         high: int
 
-    assert ResultBinding("m", ["high", "low"]).name(Pair(1, 2)) == {"high": 2, "low": 1}
-    assert ResultBinding("m", ["Y__1"]).name(Pair(1, 2)) == {"Y__1": 2}
+    assert ResultBinding("m", ["high", "low"]).map_outputs(Pair(1, 2)) == {"high": 2, "low": 1}
+    assert ResultBinding("m", ["Y__1"]).map_outputs(Pair(1, 2)) == {"Y__1": 2}
     with pytest.raises(Internal, match="'low', 'high', but its configuration names 'middle'"):
-        ResultBinding("m", ["high", "middle"]).name(Pair(1, 2))
+        ResultBinding("m", ["high", "middle"]).map_outputs(Pair(1, 2))
 
 
 def test_backends_are_found_by_name_and_by_platform() -> None:
@@ -737,7 +737,7 @@ class Elsewhere(Device):
         super().__init__("cpu")
         self.moves: list[str] = []
 
-    remote = True
+    needs_copies = True
 
     def put(self, tensor: Tensor) -> Tensor:
         self.moves.append("put")

@@ -17,7 +17,7 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers import sequences as sequence_inputs
 from shmserve.workers.batch.request import Output, Request, Response
-from shmserve.workers.tensor_specs import as_model_sees, made_here
+from shmserve.workers.tensor_specs import generated_names, with_generated_tensors
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
@@ -108,12 +108,12 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
         control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
     )
     model_spec = ModelSpec.of(source)
-    seen = as_model_sees(model_spec)
+    seen = with_generated_tensors(model_spec)
     assert [tensor.name for tensor in seen.input] == ["X", "START", "I", "J"]
     assert [tensor.name for tensor in seen.output] == ["Y", "O"]
     assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
     assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
-    assert made_here(model_spec) == {"START", "I", "O", "J", "Y"}
+    assert generated_names(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -138,21 +138,21 @@ class Model:
         )
         self.states = sequence_inputs.States(states, copies)
 
-    def lend(self, slot: int = 0, flags: int = 0) -> Request:
+    def add_inputs(self, slot: int = 0, flags: int = 0) -> Request:
         packed = pack_inference(Inference(()))
         request = Request(Work(1, 1, *packed), RequestSchema(packed[0]), 1, {}, {})
         self.row = SequenceRow(slot, 1, flags, 7)
-        self.states.lend(request, self.row)
+        self.states.add_inputs(request, self.row)
         return request
 
     def value(self, slot: int = 0, flags: int = 0) -> Any:
         """Return the state "I" that a request in a slot receives."""
-        return self.lend(slot, flags).inputs["I"].numpy().tolist()
+        return self.add_inputs(slot, flags).inputs["I"].numpy().tolist()
 
     def give(self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()) -> Response:
         """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
-        self.states.keep(self.row, response, frozenset(returned))
+        self.states.store(self.row, response, frozenset(returned))
         return response
 
 
@@ -173,11 +173,11 @@ def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
 
 def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
     model = Model(spec())
-    model.lend(0, START)
+    model.add_inputs(0, START)
     model.give(out(5))
-    model.lend()
+    model.add_inputs()
     model.give(out(9), error=InvalidArgument("no"))
-    model.lend()
+    model.add_inputs()
     model.give(Output("Y", "FP32", np.zeros((1, 1), np.float32)))
     assert model.value() == [[5.0]]
 
@@ -186,7 +186,7 @@ def test_3_5_shape_and_datatype_are_those_of_the_last_output() -> None:
     model = Model(spec(dims=[-1, 2]))
     assert model.value(0, START) == [[[0.0, 0.0]]]
     model.give(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
-    request = model.lend()
+    request = model.add_inputs()
     assert request.inputs["I"].datatype == "INT64"
     assert request.inputs["I"].numpy().tolist() == [[[0, 1], [2, 3], [4, 5]]]
 
@@ -194,9 +194,9 @@ def test_3_5_shape_and_datatype_are_those_of_the_last_output() -> None:
 def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model = Model(spec())
     answer = out(1, name="Y")
-    model.lend(0, START)
+    model.add_inputs(0, START)
     assert model.give(answer, out(5)).outputs == [answer]
-    model.lend()
+    model.add_inputs()
     assert [output.name for output in model.give(answer, out(6), returned=("O",)).outputs] == [
         "Y",
         "O",
@@ -217,7 +217,7 @@ def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
         spec(input_name="S", output_name="T", data_type="TYPE_STRING", initial_state=[text]),
         folder=tmp_path,
     )
-    request = model.lend(0, START)
+    request = model.add_inputs(0, START)
     assert request.inputs["I"].numpy().tolist() == [[0.0, 1.0]]
     assert request.inputs["S"].numpy().tolist() == [[b"hi"]]
     initial["zero_data"], initial["data_file"] = True, ""
@@ -250,25 +250,25 @@ def test_3_5_one_buffer_for_input_and_output() -> None:
     Without the setting it receives a copy if it may write.
     """
     model = Model(spec(use_same_buffer_for_input_output=True))
-    array = model.lend(0, START).inputs["I"].numpy()
+    array = model.add_inputs(0, START).inputs["I"].numpy()
     array += 3
     model.give(Output("O", "FP32", array))
-    again = model.lend().inputs["I"].numpy()
+    again = model.add_inputs().inputs["I"].numpy()
     assert again.tolist() == [[3.0]]
     assert again.ctypes.data == array.ctypes.data
     other = Model(spec())
-    other.lend(0, START).inputs["I"].numpy()[:] = 9
+    other.add_inputs(0, START).inputs["I"].numpy()[:] = 9
     assert other.value() == [[0.0]]
 
 
 def test_tensors_of_torch_are_kept_as_bytes() -> None:
     model = Model(spec(), copies=False)
-    model.lend(0, START)
+    model.add_inputs(0, START)
     with torch.inference_mode():
         model.give(Output("O", "FP32", torch.full((1, 1), 4.0)))
     assert model.value() == [[4.0]]
     model.give(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
-    assert model.lend().inputs["I"].torch().tolist() == [[1.5]]
+    assert model.add_inputs().inputs["I"].torch().tolist() == [[1.5]]
 
 
 # --- states of ended sequences --------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Sequences:
         self.tell(Execute(1, works, rows=made))
 
     def tell(self, message: Any) -> None:
-        self._made.instance.link._take(message)
+        self._made.instance.link._dispatch(message)
         self._made.instance.serve_commands()
 
 

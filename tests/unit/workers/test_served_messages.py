@@ -10,7 +10,7 @@ import pytest
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import pack_inference
 from shmserve.workers.backends import Output, Request, Response, ResponseStream
-from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
+from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
@@ -41,7 +41,7 @@ class StepBackend(FunctionBackend):
         super().__init__(context, None)
         self.steps: list[tuple[int, list[bool]]] = []
 
-    def serve(self, writer: Any, unpacker: Any) -> MessageTable:
+    def serve(self, writer: Any, unpacker: Any) -> HandlerTable:
         """Return the message table, which contains only steps."""
 
         def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
@@ -70,16 +70,16 @@ def test_a_backend_serves_messages_of_its_own(
         made.serve(backend, CONFIG)
         instance = made.instance
         link = instance.link
-        link._take(Step(7, [work(1, 3.0), work(2, 4.0)], live=5))
+        link._dispatch(Step(7, [work(1, 3.0), work(2, 4.0)], live=5))
         # The cancellation arrives after the step that began the request.
-        link._take(m.CancelExecution(2))
-        link._take(Step(-1))
-        link._take(m.Execute(1, [work(3, 1.0)]))  # the backend does not serve this message
+        link._dispatch(m.CancelExecution(2))
+        link._dispatch(Step(-1))
+        link._dispatch(m.Execute(1, [work(3, 1.0)]))  # the backend does not serve this message
         assert "unexpected Execute" in caplog.text
-        assert not link._open.keys() - {1, 2}
+        assert not link._open_requests.keys() - {1, 2}
         instance.serve_commands()
         assert backend.steps == [(7, [False, True]), (-1, [])]
-        assert instance._live == 1 and not link.has_open
+        assert instance._in_flight == 1 and not link.has_open_requests
         first, second, finished = made.sent()
         assert (first.key, first.code, first.final) == (1, "", True)
         answer = inferred_of(first).outputs[0]
@@ -92,7 +92,7 @@ def test_batches_are_the_default(tmp_path: Path) -> None:
     with rig(tmp_path) as made:
         backend = FunctionBackend(made.context, lambda requests: [Response() for _ in requests])
         made.serve(backend, CONFIG)
-        made.instance.link._take(m.Execute(3, [work(1, 1.0)], live=4))
+        made.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], live=4))
         made.instance.serve_commands()
         (finished,) = made.sent()
-        assert (finished.batch, len(finished.replies), made.instance._live) == (3, 1, 4)
+        assert (finished.batch, len(finished.replies), made.instance._in_flight) == (3, 1, 4)

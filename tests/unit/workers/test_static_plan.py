@@ -81,9 +81,9 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(
     assert found is not None and found.buckets == sizes
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
     for rows in range(1, sizes[-1] + 1):
-        assert found.bucket(rows) == min(size for size in sizes if size >= rows)
+        assert found.bucket_of(rows) == min(size for size in sizes if size >= rows)
     with pytest.raises(ValueError, match="more than the"):
-        found.bucket(sizes[-1] + 1)
+        found.bucket_of(sizes[-1] + 1)
 
 
 # --- a steady stream ---------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class FakeRecorder:
 
         return replay, results
 
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         return self._reserved
 
 
@@ -263,5 +263,5 @@ def test_without_asking_none_is_recorded(worker: Rig) -> None:
     fake = FakeRecorder()
     worker.serve(Recorded(worker.context, fake), config((3,), 5))
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
-    assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved() == 0
+    assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved_bytes() == 0
     assert torch.cuda.CUDAGraph is not None  # torch is replaced by a fake under this name

@@ -44,7 +44,7 @@ from shmserve.workers.backends.llm.tool_formats import parsers_of
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.context import client_error
-from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
+from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 
 
 def _tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class LlmBackend(Backend):
         """Raise Unsupported; see `execute`."""
         raise Unsupported("a generative model does not execute batches; use its step messages")
 
-    def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:
+    def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
         """Serve prompts, steps, and the ends of beam searches."""
         texts = self._texts = Texts(self._checkpoint(), writer.link, self._engine)
         engine = WorkerEngine(
@@ -135,8 +135,8 @@ class LlmBackend(Backend):
         )
 
         def prepare(message: Prepare, requests: list[WorkerRequest]) -> None:
-            for opened in requests:
-                _prepare(texts, writer, unpacker, opened, message)
+            for open_request in requests:
+                _prepare(texts, writer, unpacker, open_request, message)
 
         def step(message: Step, _: list[WorkerRequest]) -> Stepped:
             try:
@@ -227,16 +227,16 @@ def _prepare(
     texts: Texts,
     writer: ResponseWriter,
     unpacker: Unpacker,
-    opened: WorkerRequest,
+    open_request: WorkerRequest,
     message: Prepare,
 ) -> None:
     """Pass a request to the thread of texts, after reading its inputs from shared memory."""
     try:
         with writer.link.lock:
-            request = unpacker.request(opened.work)
+            request = unpacker.request(open_request.work)
             inputs = given_inputs(request, texts.reader.most_bytes)
     except Exception as error:
-        writer.refuse(opened, client_error(writer.context, error))
+        writer.refuse(open_request, client_error(writer.context, error))
         return
-    stream = ResponseStream(writer, opened, request)
+    stream = ResponseStream(writer, open_request, request)
     texts.put(partial(texts.prepare, stream, inputs, message.resumed))

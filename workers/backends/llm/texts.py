@@ -23,12 +23,12 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
-from shmserve.workers.batch.response_stream import MOST_WAIT_S
+from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S
 from shmserve.workers.links.scheduler import InstanceLink
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAIT_NS = int(MOST_WAIT_S * 1e9)
+_MOST_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
 
 
 class Texts:
@@ -208,10 +208,11 @@ class Texts:
                 return
             answer = self._answers[key]
             self._forget(answer)
-            why = (
-                f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
+            reason = (
+                f"the client has read no response for {MAX_CREDIT_WAIT_S:g} s; no more responses "
+                "are sent"
             )
-            answer.stream.fail(Unavailable(why))
+            answer.stream.fail(Unavailable(reason))
 
     def _cancel(self, key: int) -> None:
         answer = self._answers.get(key)

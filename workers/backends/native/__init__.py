@@ -49,8 +49,8 @@ from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import import_torch, inference_mode, open_device
 from shmserve.workers.memory.device_memory import is_module
-from shmserve.workers.tensor_specs import as_model_sees, made_here
-from shmserve.workers.user_code import EventLoopThread, import_file, says_ready
+from shmserve.workers.tensor_specs import generated_names, with_generated_tensors
+from shmserve.workers.user_code import EventLoopThread, check_ready, import_file
 
 logger = logging.getLogger(__name__)
 
@@ -76,43 +76,45 @@ class NativeBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add inputs and outputs from the annotations, and batching from the attributes."""
         spec = ModelSpec.of(config)
-        model = self._find(spec)
-        declaration.warn_of_misspelt(model, self._at)
-        predict = declaration.check(model, self._at)
+        model = self._find_class(spec)
+        declaration.warn_of_misspelt_attributes(model, self._position_prefix)
+        predict = declaration.check_class(model, self._position_prefix)
         completed = dict(config)
-        own, configured = declaration.parameters(model), config.get("parameters") or {}
-        if ENVIRONMENT in own and ENVIRONMENT not in configured:
+        class_parameters, configured = declaration.parameters(model), config.get("parameters") or {}
+        if ENVIRONMENT in class_parameters and ENVIRONMENT not in configured:
             raise InvalidArgument(
                 f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
                 "parsed before it is executed; write it into the body of the class as a string"
             )
-        completed["parameters"] = {**own, **configured}
+        completed["parameters"] = {**class_parameters, **configured}
         inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
-        for field in ("batch_input", "batch_output"):
-            if not config.get(field) and hasattr(model, field):
-                completed[field] = declaration.mappings(model, field)
+        for field_name in ("batch_input", "batch_output"):
+            if not config.get(field_name) and hasattr(model, field_name):
+                completed[field_name] = declaration.batch_mappings(model, field_name)
         groups = declaration.instance_groups(model)
         if groups:
             completed["instance_group"] = groups
-        typed = ModelSpec.of(completed)
-        added = made_here(typed)
-        completed["input"] = config.get("input") or declaration.own_inputs(
-            model, inputs, added, self._at
+        completed_spec = ModelSpec.of(completed)
+        generated = generated_names(completed_spec)
+        completed["input"] = config.get("input") or declaration.client_inputs(
+            model, inputs, generated, self._position_prefix
         )
-        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in added]
+        completed["output"] = config.get("output") or [
+            output for output in outputs if output["name"] not in generated
+        ]
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
-            completed["max_batch_size"] = declaration.whole(model, "max_batch_size", most)
+            completed["max_batch_size"] = declaration.whole_number(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
             # The scheduler queues further requests.
-            most = max(1, declaration.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            most = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
-        elif completed["max_batch_size"] > 1 and not typed.has_scheduler:
-            delay = declaration.whole(model, "max_queue_delay_us", 0)
+        elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
+            delay = declaration.whole_number(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
 
@@ -123,9 +125,9 @@ class NativeBackend(Backend):
             InvalidArgument: Configuration and annotations disagree.
         """
         context = self.context
-        kind = self._find(config)
-        predict = declaration.read(kind)
-        signature = Signature(as_model_sees(config), context.version)
+        model_class = self._find_class(config)
+        predict = declaration.read_signature(model_class)
+        signature = Signature(with_generated_tensors(config), context.version)
         _check(signature, predict)
         if predict.streams != config.decoupled:
             responses = "yields its responses" if predict.streams else "returns its one response"
@@ -133,11 +135,13 @@ class NativeBackend(Backend):
                 f"'predict' of model '{signature.name}' {responses}, but its configuration has the "
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
-        self._take = predict.take
-        as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
-        self.read_only_inputs = bool(as_numpy)
-        self._runner = Runner(context, signature, self._device, as_numpy, Ragged(config))
-        self._model = kind()
+        self._to_outputs = predict.to_outputs
+        numpy_inputs = frozenset(
+            parameter.name for parameter in predict.parameters if parameter.numpy
+        )
+        self.read_only_inputs = bool(numpy_inputs)
+        self._runner = Runner(context, signature, self._device, numpy_inputs, Ragged(config))
+        self._model = model_class()
         if is_module(self._model):
             self._model.to(self._device.torch).eval()
         if hasattr(self._model, "load"):
@@ -149,26 +153,26 @@ class NativeBackend(Backend):
                     context.device,
                     folder,
                     config.parameters,
-                    partial(context.workspace.lease, seen_as=_as_tensor),
+                    partial(context.workspace.lease, convert=_as_tensor),
                 )
             )
         plan = None if predict.streams else self._runner.memory_plan(config, self._model)
         if plan is not None:
             plan.log(signature.name)
         if predict.streams:
-            most = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            self._streams = GeneratorStreams(self._model.predict, self._respond, most)
+            max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
         self.checks_ready = hasattr(self._model, "is_ready")
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call `predict` once for the whole batch."""
         inputs = self._runner.inputs(requests)
         with inference_mode():
-            with self._runner.calling():
+            with self._runner.detecting_writes():
                 result = self._model.predict(**inputs)
                 if asyncio.iscoroutine(result):
-                    result = self._run(result)
-            return self._runner.responses(requests, self._take(result))
+                    result = self._run_coroutine(result)
+            return self._runner.responses(requests, self._to_outputs(result))
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """Call `predict` once for each request; the iterators outlast this call."""
@@ -177,7 +181,7 @@ class NativeBackend(Backend):
             self._streams.start(stream, self._runner.own_inputs(stream.request))
 
     def _respond(self, request: Request, yielded: Any) -> Response:
-        return self._runner.response(request, self._take(yielded))
+        return self._runner.response(request, self._to_outputs(yielded))
 
     def is_ready(self) -> bool:
         """Call the model's `is_ready`.
@@ -187,9 +191,9 @@ class NativeBackend(Backend):
         """
         run = asyncio.run if self._streams is None else self._streams.wait
         with inference_mode():
-            return says_ready(self._model, run)
+            return check_ready(self._model, run)
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._coroutines is None:
             self._coroutines = asyncio.Runner()
         return self._coroutines.run(coroutine)
@@ -203,7 +207,7 @@ class NativeBackend(Backend):
         if hasattr(self._model, "unload"):
             self._model.unload()
 
-    def _find(self, config: ModelSpec) -> type:
+    def _find_class(self, config: ModelSpec) -> type:
         if self._class is None:
             file = config.default_model_filename or "model.py"
             path = self.context.model_file([file], file)
@@ -211,19 +215,30 @@ class NativeBackend(Backend):
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             model = getattr(module, name, None)
             if not isinstance(model, type):
-                classes = [each for each, value in vars(module).items() if isinstance(value, type)]
-                near = suggestion(name, classes)
-                raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
+                classes = [
+                    class_name
+                    for class_name, value in vars(module).items()
+                    if isinstance(value, type)
+                ]
+                hint = suggestion(name, classes)
+                raise InvalidArgument(f"'{file}' does not define a class '{name}'{hint}")
             declaration.adopt_forward(model)
             self._class = model
             self._file = file
             self._positions = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
 
-    def _at(self, name: str) -> str:
+    def _position_prefix(self, name: str) -> str:
         """Return `MODEL/VERSION/FILE:LINE:COLUMN: ` of an attribute, for the start of a message."""
-        own = (name, name.partition(".")[0], "")
-        position = next((self._positions[each] for each in own if each in self._positions), "")
+        candidates = (name, name.partition(".")[0], "")
+        position = next(
+            (
+                self._positions[candidate]
+                for candidate in candidates
+                if candidate in self._positions
+            ),
+            "",
+        )
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
         return f"{where}:{position}: " if position else f"{where}: "
 
@@ -236,28 +251,32 @@ def _as_tensor(raw: Any) -> Any:
 
 
 def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
-    annotated = {p.name: p.type for p in predict.parameters}
-    needed = {p.name for p in predict.parameters if not p.optional}
+    input_types = {parameter.name: parameter.type for parameter in predict.parameters}
+    required_inputs = {parameter.name for parameter in predict.parameters if not parameter.optional}
     sides: tuple[tuple[str, dict[str, TensorSpec], dict[str, TensorType], set[str]], ...] = (
-        ("input", signature.inputs, annotated, needed),
+        ("input", signature.inputs, input_types, required_inputs),
         ("output", signature.outputs, predict.outputs, set()),
     )
     for side, specs, types, required in sides:
         for name, spec in specs.items():
-            kind = types.get(name)
+            tensor_type = types.get(name)
             dims = spec.model_dims
-            if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
+            if (
+                tensor_type is None
+                or tensor_type.datatype != spec.datatype
+                or not agree(dims, tensor_type.dims)
+            ):
                 actual = "no"
-                if kind is not None:
-                    actual = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
+                if tensor_type is not None:
+                    actual = f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
                 raise InvalidArgument(
                     f"{side} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
                     f"{shape_text(dims)} in the configuration, but 'predict' has {actual} '{name}'"
                 )
-        lost = sorted(required - set(specs))
-        if lost:
+        missing = sorted(required - set(specs))
+        if missing:
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' has '{lost[0]}', which is not an {side} "
+                f"'predict' of model '{signature.name}' has '{missing[0]}', which is not an {side} "
                 "of the configuration"
             )
 
@@ -273,46 +292,49 @@ class GeneratorStreams:
     `respond(request, yielded)` returns the response for a yielded value.
     """
 
-    def __init__(self, predict: Callable[..., Any], respond: Respond, most: int) -> None:
+    def __init__(self, predict: Callable[..., Any], respond: Respond, max_streams: int) -> None:
         self._predict = predict
         self._respond = respond
-        self._free_slots = most
+        self._free_slots = max_streams
         self._waiting: deque[tuple[ResponseStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
         # One thread per stream that waits for credit, so that slow clients do not delay the
         # responses of others.
-        self._senders = ThreadPoolExecutor(most, "send")
+        self._senders = ThreadPoolExecutor(max_streams, "send")
 
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Start a request, or queue it while `most` requests run."""
+        """Start a request, or queue it while `max_streams` requests run."""
         with self._lock:
             if not self._free_slots:
                 self._waiting.append((stream, inputs))
                 return
             self._free_slots -= 1
-        self._begin(stream, inputs)
+        self._start_in_slot(stream, inputs)
 
-    def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
+    def _start_in_slot(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
         """Start a request that has one of the free places."""
         try:
-            with inference_mode(), _responding(stream):
+            with inference_mode(), _cancellable(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
                 future = self._event_loop().run(
                     self._relay_async(iterator, stream), stream.fail_raised
                 )
                 stream.on_cancel(future.cancel)
-                future.add_done_callback(lambda _: self._end(stream))
+                future.add_done_callback(lambda _: self._finish(stream))
             else:
                 threading.Thread(
-                    target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
+                    target=self._run_generator,
+                    args=(iter(iterator), stream),
+                    name="stream",
+                    daemon=True,
                 ).start()
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
-            self._free_place()
+            self._pass_on_slot()
 
-    def _free_place(self) -> None:
+    def _pass_on_slot(self) -> None:
         """Pass the free place of an ended request to the next request in the queue."""
         with self._lock:
             if not self._waiting:
@@ -320,9 +342,9 @@ class GeneratorStreams:
                 return
             stream, inputs = self._waiting.popleft()
         if stream.is_cancelled():
-            self._end(stream)
+            self._finish(stream)
         else:
-            self._begin(stream, inputs)
+            self._start_in_slot(stream, inputs)
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the shared event loop, and return its result."""
@@ -339,19 +361,19 @@ class GeneratorStreams:
             self._loop.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
 
-    def _end(self, stream: ResponseStream) -> None:
+    def _finish(self, stream: ResponseStream) -> None:
         if stream.is_cancelled():
             stream.fail(_CANCELLED)  # `fail` is ignored if the stream has ended
-        self._free_place()
+        self._pass_on_slot()
 
-    def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
+    def _run_generator(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
-            with inference_mode(), _responding(stream):
+            with inference_mode(), _cancellable(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
         finally:
-            self._end(stream)
+            self._finish(stream)
 
     def _relay(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
@@ -367,7 +389,7 @@ class GeneratorStreams:
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
         loop = asyncio.get_running_loop()
-        with _responding(stream):  # this code runs in the context of the stream's task
+        with _cancellable(stream):  # this code runs in the context of the stream's task
             try:
                 async for yielded in iterator:
                     response = self._respond(stream.request, yielded)
@@ -385,7 +407,7 @@ class GeneratorStreams:
 
 
 @contextlib.contextmanager
-def _responding(stream: ResponseStream) -> Iterator[None]:
+def _cancellable(stream: ResponseStream) -> Iterator[None]:
     token = IS_CANCELLED.set(stream.is_cancelled)
     try:
         yield

@@ -32,7 +32,7 @@ from shmserve.ipc.model_spec import (
 )
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.model import TensorType
-from shmserve.workers.user_code import in_words
+from shmserve.workers.user_code import describe_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,8 +46,10 @@ _ITERATORS = (
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 )
-Where = Callable[[str], str]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
-_HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
+PositionPrefix = Callable[
+    [str], str
+]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
+_ANNOTATION_ADVICE = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,52 +72,72 @@ class PredictSignature:
     """The arguments and outputs of `predict`.
 
     Attributes:
-        take: Returns the arrays by name of a result, or of one yielded value.
+        parameters: The parameters after `self`, in order.
+        outputs: The types of the outputs, by name.
+        to_outputs: Converts a result, or a yielded value, to the arrays of the outputs by name.
         streams: Whether `predict` returns an iterator of responses.
     """
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
-    take: Callable[[Any], Mapping[str, Any]]
+    to_outputs: Callable[[Any], Mapping[str, Any]]
     streams: bool
 
 
-def nowhere(name: str) -> str:
+def no_position(name: str) -> str:
     """Return "", for a class whose positions in its file are unknown."""
     return ""
 
 
-def read(model: type, at: Where = nowhere) -> PredictSignature:
+def read_signature(model: type, prefix_of: PositionPrefix = no_position) -> PredictSignature:
     """Return the signature of a class's `predict`.
 
     Raises:
         InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
             tensor's. The message has a line for each wrong argument.
     """
-    wrong = Collected()
-    signature = wrong(_found, model, at, wrong)
-    if wrong.problems:
-        raise InvalidArgument("\n".join(wrong.problems))
+    collected = Collected()
+    signature = collected(_collect_signature, model, prefix_of, collected)
+    if collected.problems:
+        raise InvalidArgument("\n".join(collected.problems))
     return signature
 
 
-def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
-    predict = _located(at, "predict", _method, model)
-    hints = _located(at, "predict", _hints, model, predict)
+def _collect_signature(
+    model: type, prefix_of: PositionPrefix, collected: Collected
+) -> PredictSignature:
+    predict = _with_position(prefix_of, "predict", _predict_method, model)
+    hints = _with_position(prefix_of, "predict", _type_hints, model, predict)
     parameters = tuple(
-        wrong(_located, at, f"predict.{name}", _parameter, model.__name__, each, hints.get(name))
-        for name, each in list(inspect.signature(predict).parameters.items())[1:]
+        collected(
+            _with_position,
+            prefix_of,
+            f"predict.{name}",
+            _parameter,
+            model.__name__,
+            argument,
+            hints.get(name),
+        )
+        for name, argument in list(inspect.signature(predict).parameters.items())[1:]
     )
-    outputs, take, streams = _located(at, "predict", _result, model, predict, hints)
-    return PredictSignature(parameters, outputs, take, streams)
+    outputs, to_outputs, streams = _with_position(
+        prefix_of, "predict", _declared_result, model, predict, hints
+    )
+    return PredictSignature(parameters, outputs, to_outputs, streams)
 
 
-def _located(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _with_position(
+    prefix_of: PositionPrefix,
+    name: str,
+    function: Callable[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
     """Call a function; prefix the text of its InvalidArgument with the position of `name`."""
     try:
-        return make(*args, **kwargs)
+        return function(*args, **kwargs)
     except InvalidArgument as error:
-        raise InvalidArgument(f"{at(name)}{error.message}") from error
+        raise InvalidArgument(f"{prefix_of(name)}{error.message}") from error
 
 
 def adopt_forward(model: Any) -> None:
@@ -130,35 +152,35 @@ def adopt_forward(model: Any) -> None:
         return
 
     @wraps(model.forward)
-    def predict(module: Any, *inputs: Any, **named: Any) -> Any:
-        return module(*inputs, **named)
+    def predict(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return module(*inputs, **kwargs)
 
     model.predict = predict
     try:
-        read(model)
+        read_signature(model)
     except InvalidArgument as error:
         names = list(inspect.signature(model.forward).parameters)[1:]
-        takes = ", ".join(f"{name}: FP32[torch.Tensor, -1]" for name in names)
+        parameter_list = ", ".join(f"{name}: FP32[torch.Tensor, -1]" for name in names)
         raise InvalidArgument(
             f"class '{model.__name__}' is an nn.Module, and its 'forward' is not annotated with "
             'tensors: write backend: "pytorch", runtime: "model.py", and the inputs and outputs '
             "into config.pbtxt, or three lines into the file, with your datatypes and shapes:\n"
             "    from shmserve.model import FP32\n"
-            f"        def predict(self, {takes}) -> FP32[torch.Tensor, -1]:\n"
+            f"        def predict(self, {parameter_list}) -> FP32[torch.Tensor, -1]:\n"
             f"            return self({', '.join(names)})"
         ) from error
 
 
-def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
+def _type_hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(predict, include_extras=True)
     except Exception as error:
         raise InvalidArgument(
-            f"an annotation of '{model.__name__}.predict' cannot be read: {in_words(error)}"
+            f"an annotation of '{model.__name__}.predict' cannot be read: {describe_error(error)}"
         ) from error
 
 
-def _result(
+def _declared_result(
     model: type, predict: Callable[..., Any], hints: dict[str, Any]
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
     """Return the declared outputs of a `predict` function.
@@ -168,7 +190,9 @@ def _result(
         be several responses.
     """
     if "return" not in hints:
-        raise InvalidArgument(f"'{model.__name__}.predict' has no return annotation: {_HOW}")
+        raise InvalidArgument(
+            f"'{model.__name__}.predict' has no return annotation: {_ANNOTATION_ADVICE}"
+        )
     result = hints["return"]
     streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
     if streams:
@@ -176,12 +200,13 @@ def _result(
     elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
         kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
         raise InvalidArgument(
-            f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and {_HOW}"
+            f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and "
+            f"{_ANNOTATION_ADVICE}"
         )
     return *_outputs(model.__name__, result), streams
 
 
-def _method(model: type) -> Callable[..., Any]:
+def _predict_method(model: type) -> Callable[..., Any]:
     """Return the class's `predict`, a method with `self`."""
     predict = inspect.getattr_static(model, "predict", None)
     if predict is None:
@@ -201,11 +226,17 @@ def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[d
         if parameter.optional:
             tensor["optional"] = True
         inputs.append(tensor)
-    return inputs, [_tensor_config(name, kind) for name, kind in signature.outputs.items()]
+    return inputs, [
+        _tensor_config(name, tensor_type) for name, tensor_type in signature.outputs.items()
+    ]
 
 
-def _tensor_config(name: str, kind: TensorType) -> dict[str, Any]:
-    return {"name": name, "data_type": TO_CONFIG[kind.datatype], "dims": list(kind.dims)}
+def _tensor_config(name: str, tensor_type: TensorType) -> dict[str, Any]:
+    return {
+        "name": name,
+        "data_type": TO_CONFIG[tensor_type.datatype],
+        "dims": list(tensor_type.dims),
+    }
 
 
 def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter:
@@ -219,9 +250,11 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if len(options) == 1:
             hint = options[0]
-    array, kind = _tensor(subject, hint)
-    numpy = array is np.ndarray or typing.get_origin(array) is np.ndarray
-    return Parameter(parameter.name, kind, numpy or kind.datatype == "BYTES", optional)
+    array, tensor_type = _tensor_type(subject, hint)
+    is_numpy = array is np.ndarray or typing.get_origin(array) is np.ndarray
+    return Parameter(
+        parameter.name, tensor_type, is_numpy or tensor_type.datatype == "BYTES", optional
+    )
 
 
 def _outputs(
@@ -229,32 +262,35 @@ def _outputs(
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]]]:
     subject = f"the result of '{owner}.predict'"
     if typing.get_origin(hint) is tuple:
-        kinds = [_tensor(subject, part)[1] for part in typing.get_args(hint)]
-        names = [f"output_{at}" for at in range(len(kinds))]
-        return dict(zip(names, kinds, strict=True)), lambda result: _zip(owner, names, result)
-    record = typing.get_origin(hint) or hint  # the origin of a generic class
-    keyed = typing.is_typeddict(record)
-    if keyed or hasattr(record, "_fields") or dataclasses.is_dataclass(record):
-        kinds_by_name = typing.get_type_hints(record, include_extras=True)
-        if dataclasses.is_dataclass(record):  # only the fields of a dataclass, not a ClassVar
-            fields = dataclasses.fields(record)
-            kinds_by_name = {field.name: kinds_by_name[field.name] for field in fields}
+        tensor_types = [_tensor_type(subject, item_hint)[1] for item_hint in typing.get_args(hint)]
+        names = [f"output_{index}" for index in range(len(tensor_types))]
+        return dict(zip(names, tensor_types, strict=True)), lambda result: _by_position(
+            owner, names, result
+        )
+    record_type = typing.get_origin(hint) or hint  # the origin of a generic class
+    is_typed_dict = typing.is_typeddict(record_type)
+    if is_typed_dict or hasattr(record_type, "_fields") or dataclasses.is_dataclass(record_type):
+        hints_by_name = typing.get_type_hints(record_type, include_extras=True)
+        if dataclasses.is_dataclass(record_type):  # only the fields of a dataclass, not a ClassVar
+            fields = dataclasses.fields(record_type)
+            hints_by_name = {field.name: hints_by_name[field.name] for field in fields}
         outputs = {
-            name: _tensor(f"'{name}' of {subject}", kind)[1] for name, kind in kinds_by_name.items()
+            name: _tensor_type(f"'{name}' of {subject}", field_hint)[1]
+            for name, field_hint in hints_by_name.items()
         }
-        needed = record.__required_keys__ if keyed else frozenset(outputs)
-        return outputs, lambda result: _record(owner, outputs, needed, result)
-    return {"output": _tensor(subject, hint)[1]}, lambda result: {"output": result}
+        required = record_type.__required_keys__ if is_typed_dict else frozenset(outputs)
+        return outputs, lambda result: _by_field(owner, outputs, required, result)
+    return {"output": _tensor_type(subject, hint)[1]}, lambda result: {"output": result}
 
 
-def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
+def _by_position(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != len(names):
         raise Internal(f"'{owner}.predict' did not return {len(names)} values as annotated")
     return dict(zip(names, result, strict=True))
 
 
-def _record(
-    owner: str, outputs: Mapping[str, TensorType], needed: frozenset[str], result: Any
+def _by_field(
+    owner: str, outputs: Mapping[str, TensorType], required: frozenset[str], result: Any
 ) -> Mapping[str, Any]:
     """Return the outputs of a result: a mapping, or an object with an attribute for each output."""
     if isinstance(result, Mapping):
@@ -262,27 +298,27 @@ def _record(
     else:
         values = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
     for name in outputs:
-        if name in needed and name not in values:
+        if name in required and name not in values:
             raise Internal(f"'{owner}.predict' did not return '{name}' as annotated")
     return values
 
 
-def _tensor(subject: str, hint: Any) -> tuple[Any, TensorType]:
+def _tensor_type(subject: str, hint: Any) -> tuple[Any, TensorType]:
     # Annotations of a TypedDict.
     if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
         (hint,) = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
-        array, *notes = typing.get_args(hint)
-        for note in notes:
-            if isinstance(note, TensorType):
-                return array, note
-    raise InvalidArgument(f"{subject} is not a tensor: {_HOW}")
+        array, *metadata = typing.get_args(hint)
+        for item in metadata:
+            if isinstance(item, TensorType):
+                return array, item
+    raise InvalidArgument(f"{subject} is not a tensor: {_ANNOTATION_ADVICE}")
 
 
 logger = logging.getLogger(__name__)
 
 # The attributes of a class that the server interprets.
-_KNOWN = (
+_KNOWN_ATTRIBUTES = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
     *("ragged", "batch_input", "batch_output", PADDING, ENVIRONMENT, "sequence_batching"),
@@ -290,38 +326,38 @@ _KNOWN = (
 
 
 # Attributes that are parameters of a configuration, their types, and the description.
-_PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
+_PARAMETER_ATTRIBUTES: dict[str, tuple[tuple[type, ...], str]] = {
     STRATEGY: ((str,), "a string"),
     TARGET: ((int, float), "a number of milliseconds"),
     **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "an integer")),
     PADDING: ((dict,), "a mapping with JSON values"),
     ENVIRONMENT: ((str,), "a string"),
 }
-_WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
+_WHOLE_NUMBERS = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
 
 
-def check(model: type, at: Where = nowhere) -> PredictSignature:
+def check_class(model: type, prefix_of: PositionPrefix = no_position) -> PredictSignature:
     """Return the signature of a class's `predict`, after checking all attributes.
 
     Raises:
         InvalidArgument: The message has a line for each wrong attribute and argument, which begins
-            with `at` of its name.
+            with `prefix_of` of its name.
     """
     checks: dict[str, Callable[[], Any]] = {
-        **{name: partial(whole, model, name, 0) for name in _WHOLE},
-        **{name: partial(parameter, model, name) for name in _PARAMETERS},
-        **{name: partial(mappings, model, name) for name in ("batch_input", "batch_output")},
+        **{name: partial(whole_number, model, name, 0) for name in _WHOLE_NUMBERS},
+        **{name: partial(parameter, model, name) for name in _PARAMETER_ATTRIBUTES},
+        **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
     }
     problems = []
-    for name, attempt in checks.items():
+    for name, check_attribute in checks.items():
         try:
             if getattr(model, name, None) is not None:
-                attempt()
+                check_attribute()
         except InvalidArgument as error:
-            problems.append(f"{at(name)}{error.message}")
+            problems.append(f"{prefix_of(name)}{error.message}")
     try:
-        predict = read(model, at)
+        predict = read_signature(model, prefix_of)
     except InvalidArgument as error:
         problems.append(error.message)
     if problems:
@@ -331,9 +367,9 @@ def check(model: type, at: Where = nowhere) -> PredictSignature:
 
 def instance_groups(model: type) -> list[dict[str, Any]]:
     """Return the instance groups of a class, by `instance_group` or a number of `instances`."""
-    count = whole(model, "instances", 0)
+    count = whole_number(model, "instances", 0)
     groups = getattr(model, "instance_group", [{"count": count}] if count else [])
-    if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
         raise InvalidArgument(
             f"'{model.__name__}.instance_group' must be a list of mappings with the keys of a "
             f"configuration ('count', 'kind', 'gpus'), got {groups!r}"
@@ -341,21 +377,23 @@ def instance_groups(model: type) -> list[dict[str, Any]]:
     return [dict(group) for group in groups]
 
 
-def warn_of_misspelt(model: type, at: Where) -> None:
+def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
     """Log a warning for unknown attributes whose name resembles a known one."""
     for base in model.__mro__:
-        own = vars(base) if base.__module__ == model.__module__ else {}
-        for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:
+        attributes = vars(base) if base.__module__ == model.__module__ else {}
+        for name in [
+            name for name in attributes if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES
+        ]:
             # Methods are usually helpers of the class.
-            near = nearest(name, _KNOWN, 0.85 if callable(own[name]) else 0.75)
-            if near:
+            similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(attributes[name]) else 0.75)
+            if similar:
                 logger.warning(
                     "%s'%s.%s' is unknown; did you mean '%s'?",
-                    *(at(name), model.__name__, name, near),
+                    *(prefix_of(name), model.__name__, name, similar),
                 )
 
 
-def whole(model: type, attribute: str, default: int) -> int:
+def whole_number(model: type, attribute: str, default: int) -> int:
     """Return the value of an attribute that must be a whole number.
 
     Raises:
@@ -369,8 +407,8 @@ def whole(model: type, attribute: str, default: int) -> int:
     return value
 
 
-def own_inputs(
-    model: type, inputs: list[dict[str, Any]], added: frozenset[str], at: Where
+def client_inputs(
+    model: type, inputs: list[dict[str, Any]], generated: frozenset[str], prefix_of: PositionPrefix
 ) -> list[dict[str, Any]]:
     """Return the inputs that clients send, with `ragged` ones marked.
 
@@ -378,17 +416,20 @@ def own_inputs(
         InvalidArgument: `ragged` does not name inputs.
     """
     ragged = getattr(model, "ragged", ())
-    names = {each["name"] for each in inputs} - added
+    names = {tensor["name"] for tensor in inputs} - generated
     if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
         raise InvalidArgument(
-            f"{at('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
+            f"{prefix_of('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
             f"{sorted(names)}, got {ragged!r}"
         )
-    own = [each for each in inputs if each["name"] not in added]
-    return [each | ({"allow_ragged_batch": True} if each["name"] in ragged else {}) for each in own]
+    sent = [tensor for tensor in inputs if tensor["name"] not in generated]
+    return [
+        tensor | ({"allow_ragged_batch": True} if tensor["name"] in ragged else {})
+        for tensor in sent
+    ]
 
 
-def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
+def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
     """Return the value of `batch_input` or `batch_output`.
 
     Raises:
@@ -397,22 +438,22 @@ def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
     value = getattr(model, attribute)
     fields = {"target_name", "source_input"}
     if not isinstance(value, list | tuple) or not all(
-        isinstance(each, dict)
-        and fields <= each.keys()
-        and all(isinstance(each[field], list | tuple) for field in fields)
-        for each in value
+        isinstance(mapping, dict)
+        and fields <= mapping.keys()
+        and all(isinstance(mapping[field], list | tuple) for field in fields)
+        for mapping in value
     ):
         raise InvalidArgument(
             f"'{model.__name__}.{attribute}' must be a list of mappings with the keys of a "
             "configuration: 'kind', and the lists 'target_name' and 'source_input', "
             f"got {value!r}"
         )
-    return [dict(each) for each in value]
+    return [dict(mapping) for mapping in value]
 
 
 def parameters(model: type) -> dict[str, Any]:
     """Return the attributes of a class that are parameters of a configuration."""
-    parameters = {name: parameter(model, name) for name in _PARAMETERS}
+    parameters = {name: parameter(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 
 
@@ -423,12 +464,14 @@ def parameter(model: type, name: str) -> str | None:
         InvalidArgument: The attribute has a wrong type.
     """
     value = getattr(model, name, None)
-    kinds, allowed = _PARAMETERS[name]
+    allowed_types, allowed_text = _PARAMETER_ATTRIBUTES[name]
     if value is None:
         return None
-    if type(value) not in kinds:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}, got {value!r}")
+    if type(value) not in allowed_types:
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed_text}, got {value!r}")
     try:
-        return json.dumps(value) if kinds == (dict,) else str(value)
+        return json.dumps(value) if allowed_types == (dict,) else str(value)
     except TypeError as error:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}: {error}") from None
+        raise InvalidArgument(
+            f"'{model.__name__}.{name}' must be {allowed_text}: {error}"
+        ) from None

@@ -45,14 +45,14 @@ from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import Device, open_device
 from shmserve.workers.tensor_specs import (
-    Described,
-    Description,
+    FileDescription,
+    FileTensor,
     as_configured,
-    as_model_sees,
     as_scalars,
     complete,
     fits_scalar,
-    made_here,
+    generated_names,
+    with_generated_tensors,
 )
 
 _SWITCHES = {"enable_mem_arena": "enable_cpu_mem_arena", "enable_mem_pattern": "enable_mem_pattern"}
@@ -65,7 +65,7 @@ _ACCELERATORS = {
     "dnnl": "DnnlExecutionProvider",
 }
 # Parameters of a configuration that are options of the CUDA provider.
-_OF_CUDA = ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy")
+_CUDA_PARAMETERS = ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy")
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -74,8 +74,8 @@ def import_onnxruntime() -> Any:
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
-        needed = missing_package("backend 'onnxruntime'", error, "onnx")
-        raise Unavailable(f"{needed}, or onnxruntime-gpu for CUDA") from None
+        message = missing_package("backend 'onnxruntime'", error, "onnx")
+        raise Unavailable(f"{message}, or onnxruntime-gpu for CUDA") from None
     # Called here, because it is too late to set the environment variable.
     runtime.disable_telemetry_events()
     return runtime
@@ -89,8 +89,12 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         Unavailable: onnxruntime does not support the device.
     """
     runtime = import_onnxruntime()
-    shared = {key: context.backend_config[key] for key in _THREADS if key in context.backend_config}
-    config = replace(config, parameters={**shared, **config.parameters})
+    defaults = {
+        key: context.backend_config[key]
+        for key in _THREAD_PARAMETERS
+        if key in context.backend_config
+    }
+    config = replace(config, parameters={**defaults, **config.parameters})
     options = session_options(runtime, config, context.threads)
     operations = config.source.get("model_operations") or {}
     for name in operations.get("op_library_filename", ()):
@@ -98,22 +102,22 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         paths = (str(folder / name) for folder in folders if (folder / name).exists())
         options.register_custom_ops_library(next(paths, name))
     selected = providers(config, context.kind, context.device_id)
-    present = runtime.get_available_providers()
+    available = runtime.get_available_providers()
     for name, _ in selected:
-        if name not in present:
+        if name not in available:
             raise Unavailable(
                 f"model '{context.model_name}' needs {name}, but the installed onnxruntime only "
-                f"has {', '.join(present)}" + _HINTS.get(name, "")
+                f"has {', '.join(available)}" + _HINTS.get(name, "")
             )
     session = runtime.InferenceSession(str(path), options, providers=selected)
-    used = session.get_providers()
+    active = session.get_providers()
     for name, _ in selected:
-        if name not in used:  # onnxruntime falls back to the CPU if a library does not load
+        if name not in active:  # onnxruntime falls back to the CPU if a library does not load
             raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
     return session
 
 
-_THREADS = ("intra_op_thread_count", "inter_op_thread_count")
+_THREAD_PARAMETERS = ("intra_op_thread_count", "inter_op_thread_count")
 _HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_CPU"}
 
 
@@ -121,13 +125,13 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
     parameters = config.parameters
-    options.intra_op_num_threads = _whole(parameters, "intra_op_thread_count", threads)
-    options.inter_op_num_threads = _whole(parameters, "inter_op_thread_count", 0)
+    options.intra_op_num_threads = _whole_number(parameters, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = _whole_number(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = _switch(parameters, "execution_mode", False)
+    parallel = _boolean(parameters, "execution_mode", False)
     options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
     for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, _switch(parameters, key, True))
+        setattr(options, attribute, _boolean(parameters, key, True))
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
@@ -159,13 +163,15 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
             )
         options[name] = {**device, **accelerator.parameters}
     if side == "gpu":
-        settings = {key: config.parameters[key] for key in _OF_CUDA if key in config.parameters}
+        settings = {
+            key: config.parameters[key] for key in _CUDA_PARAMETERS if key in config.parameters
+        }
         options[_CUDA] = {**device, **settings, **options.get(_CUDA, {})}
     options[_CPU] = {}
     return list(options.items())
 
 
-def _whole(parameters: dict[str, str], key: str, default: int) -> int:
+def _whole_number(parameters: dict[str, str], key: str, default: int) -> int:
     value = parameters.get(key)
     if value is None:
         return default
@@ -174,7 +180,7 @@ def _whole(parameters: dict[str, str], key: str, default: int) -> int:
     return int(value)
 
 
-def _switch(parameters: dict[str, str], key: str, default: bool) -> bool:
+def _boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
     value = parameters.get(key)
     if value is None:
         return default
@@ -187,12 +193,12 @@ _BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, 
 
 
 # onnxruntime's names of the datatypes where they differ from numpy's.
-_OWN_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
-_DATATYPES = {f"tensor({_OWN_NAMES.get(name, kind.name)})": name for name, kind in STORED.items()}
+_ONNX_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
+_DATATYPES = {f"tensor({_ONNX_NAMES.get(name, kind.name)})": name for name, kind in STORED.items()}
 _UNBOUNDED = 2**31
 
 
-def describe(session: Any, configured: Collection[str] = ()) -> Description:
+def describe(session: Any, configured: Collection[str] = ()) -> FileDescription:
     """Describe the tensors of a session.
 
     An output that is not `configured` is omitted if its datatype is not supported.
@@ -200,26 +206,26 @@ def describe(session: Any, configured: Collection[str] = ()) -> Description:
     Raises:
         InvalidArgument: A datatype is not supported.
     """
-    inputs = tuple(_described("input", node) for node in session.get_inputs())
+    inputs = tuple(_describe_tensor("input", node) for node in session.get_inputs())
     nodes = session.get_outputs()
     if configured:  # unconfigured outputs may be sequences or maps
         nodes = [node for node in nodes if node.name in configured or node.type in _DATATYPES]
-    outputs = tuple(_described("output", node) for node in nodes)
-    return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
+    outputs = tuple(_describe_tensor("output", node) for node in nodes)
+    return FileDescription(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
 
-def _described(side: str, node: Any) -> Described:
+def _describe_tensor(side: str, node: Any) -> FileTensor:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        text = f"{side} '{node.name}' of the ONNX file is a {node.type}"
-        raise InvalidArgument(text + _remedy(node))
+        problem = f"{side} '{node.name}' of the ONNX file is a {node.type}"
+        raise InvalidArgument(problem + _export_advice(node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
     symbols = tuple(size if isinstance(size, str) else "" for size in shape)
-    return Described(node.name, datatype, dims, symbols)
+    return FileTensor(node.name, datatype, dims, symbols)
 
 
-def _remedy(node: Any) -> str:
+def _export_advice(node: Any) -> str:
     """Return advice to export the model without a sequence or a map, which no client can send."""
     if "map(" in node.type:
         return (
@@ -234,7 +240,7 @@ def _remedy(node: Any) -> str:
     return ""
 
 
-def _largest_batch(tensors: Sequence[Described]) -> int:
+def _largest_batch(tensors: Sequence[FileTensor]) -> int:
     """Return the largest batch; the batch dimension is the first if it varies in all tensors.
 
     Files rarely name the batch dimension.
@@ -243,7 +249,7 @@ def _largest_batch(tensors: Sequence[Described]) -> int:
 
 
 def check(
-    signature: Signature, description: Description, generated: Collection[str] = frozenset()
+    signature: Signature, description: FileDescription, generated: Collection[str] = frozenset()
 ) -> None:
     """Check a configuration against the file's tensors.
 
@@ -253,42 +259,48 @@ def check(
     Raises:
         InvalidArgument: The configuration contradicts the file.
     """
-    name, most = signature.name, signature.max_batch_size
-    for tensor in (*description.inputs, *filter(_ranked, description.outputs)) if most > 0 else ():
+    name, max_batch_size = signature.name, signature.max_batch_size
+    for tensor in (
+        (*description.inputs, *filter(_has_dimensions, description.outputs))
+        if max_batch_size > 0
+        else ()
+    ):
         if tensor.dims[:1] != (-1,):
             raise InvalidArgument(
-                f"model '{name}' has max_batch_size {most}, but the first dimension of its tensor "
-                f"'{tensor.name}', {shape_text(tensor.dims)}, is not a variable dimension that "
-                "all tensors have in common"
+                f"model '{name}' has max_batch_size {max_batch_size}, but the first dimension of "
+                f"its tensor '{tensor.name}', {shape_text(tensor.dims)}, is not a variable "
+                "dimension that all tensors have in common"
             )
-    sides: tuple[tuple[str, dict[str, TensorSpec], tuple[Described, ...]], ...] = (
+    sides: tuple[tuple[str, dict[str, TensorSpec], tuple[FileTensor, ...]], ...] = (
         ("input", signature.inputs, description.inputs),
         ("output", signature.outputs, description.outputs),
     )
     for side, specs, tensors in sides:
-        in_file = {tensor.name: tensor for tensor in tensors}
+        file_tensors = {tensor.name: tensor for tensor in tensors}
         for spec in specs.values():
-            if spec.name not in in_file:
+            if spec.name not in file_tensors:
                 raise InvalidArgument(
                     f"unexpected inference {side} '{spec.name}', allowed {side}s are: "
-                    f"{', '.join(sorted(in_file))}"
+                    f"{', '.join(sorted(file_tensors))}"
                 )
             if spec.name not in generated:
-                _check_tensor(side, spec, in_file[spec.name], signature)
-    lost = sorted({tensor.name for tensor in description.inputs} - {*signature.inputs, *generated})
-    if lost:
+                _check_tensor(side, spec, file_tensors[spec.name], signature)
+    missing = sorted(
+        {tensor.name for tensor in description.inputs} - {*signature.inputs, *generated}
+    )
+    if missing:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "
-            f"model provides {len(description.inputs)}: '{lost[0]}' is missing"
+            f"model provides {len(description.inputs)}: '{missing[0]}' is missing"
         )
 
 
-def _ranked(output: Described) -> bool:
+def _has_dimensions(output: FileTensor) -> bool:
     """Check whether an output has dimensions; scalars and unknown ranks are indistinguishable."""
     return bool(output.dims)
 
 
-def _check_tensor(side: str, spec: TensorSpec, tensor: Described, signature: Signature) -> None:
+def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Signature) -> None:
     if spec.datatype != tensor.datatype:
         raise InvalidArgument(
             f"unable to load model '{signature.name}', configuration expects datatype "
@@ -322,28 +334,28 @@ class OnnxBackend(Backend):
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
-        self._loaded: tuple[Any, Description] | None = None
+        self._opened_file: tuple[Any, FileDescription] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs, outputs and batch size of the file to the configuration."""
         spec = ModelSpec.of(config)
-        _, description = self._open(spec)
-        added = made_here(spec)
-        clients = Description(
-            tuple(tensor for tensor in description.inputs if tensor.name not in added),
-            tuple(tensor for tensor in description.outputs if tensor.name not in added),
+        _, description = self._open_file(spec)
+        generated = generated_names(spec)
+        client_description = FileDescription(
+            tuple(tensor for tensor in description.inputs if tensor.name not in generated),
+            tuple(tensor for tensor in description.outputs if tensor.name not in generated),
             description.largest_batch,
         )
-        most = int(self.context.backend_config.get("default-max-batch-size", "4"))
-        return complete(config, clients, most)
+        default_max_batch_size = int(self.context.backend_config.get("default-max-batch-size", "4"))
+        return complete(config, client_description, default_max_batch_size)
 
     def load(self, config: ModelSpec) -> None:
         """Open the file and check it against the configuration."""
-        session, description = self._open(config)
-        signature = Signature(as_model_sees(config), self.context.version)
+        session, description = self._open_file(config)
+        signature = Signature(with_generated_tensors(config), self.context.version)
         ragged = Ragged(config)
-        of_batches = (*config.batch_input, *config.batch_output)
-        generated = {name for of_batch in of_batches for name in of_batch.target_name}
+        batch_rules = (*config.batch_input, *config.batch_output)
+        generated = {name for rule in batch_rules for name in rule.target_name}
         check(signature, description, generated)
         self._signature = signature
         self._scalars = {
@@ -354,12 +366,12 @@ class OnnxBackend(Backend):
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")
-        as_numpy = frozenset() if on_gpu else frozenset(signature.inputs) | generated
-        self._runner = Runner(self.context, signature, device, as_numpy, ragged)
+        numpy_inputs = frozenset() if on_gpu else frozenset(signature.inputs) | generated
+        self._runner = Runner(self.context, signature, device, numpy_inputs, ragged)
         self._binding: DeviceBinding | HostBinding
         if on_gpu:
-            strings = [t.name for t in description.inputs if t.datatype == "BYTES"]
-            strings += [t.name for t in description.outputs if t.datatype == "BYTES"]
+            strings = [tensor.name for tensor in description.inputs if tensor.datatype == "BYTES"]
+            strings += [tensor.name for tensor in description.outputs if tensor.datatype == "BYTES"]
             if strings:
                 raise InvalidArgument(
                     f"tensor '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "
@@ -373,28 +385,28 @@ class OnnxBackend(Backend):
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
         inputs = as_scalars(self._runner.inputs(requests), self._scalars)
-        needed = {name for request in requests for name in request.requested}
-        needed.update(requests[0].states)
-        names = [name for name in self._names if name in needed] or self._names[:1]
-        with _in_words():
+        needed_names = {name for request in requests for name in request.requested}
+        needed_names.update(requests[0].states)
+        names = [name for name in self._names if name in needed_names] or self._names[:1]
+        with _convert_errors():
             outputs = self._binding.run(inputs, names, requests)
         return self._runner.responses(requests, as_configured(outputs, self._signature))
 
-    def _open(self, config: ModelSpec) -> tuple[Any, Description]:
-        if self._loaded is None:
+    def _open_file(self, config: ModelSpec) -> tuple[Any, FileDescription]:
+        if self._opened_file is None:
             file = config.default_model_filename or "model.onnx"
             path = self.context.model_file([file], file)
             if path.is_dir():  # a folder is the layout for files with external data
                 path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
-            with _in_words(path):
+            with _convert_errors(path):
                 session = open_session(self.context, config, path)
             configured = {output.name for output in config.output}
-            self._loaded = session, describe(session, configured)
-        return self._loaded
+            self._opened_file = session, describe(session, configured)
+        return self._opened_file
 
 
 @contextlib.contextmanager
-def _in_words(path: Path | None = None) -> Iterator[None]:
+def _convert_errors(path: Path | None = None) -> Iterator[None]:
     """Convert errors of onnxruntime to messages for clients, which name `path` by its name only."""
     try:
         yield

@@ -21,15 +21,15 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.device import Device
-from shmserve.workers.tensor_specs import Described, Description
+from shmserve.workers.tensor_specs import FileDescription, FileTensor
 
 if TYPE_CHECKING:
     import torch
 
 # Minimum bytes of an output to bind; copying fewer bytes is cheaper than binding.
-_WORTH = 64 * 1024
+_MIN_BOUND_BYTES = 64 * 1024
 # Memory that a client may change during the run must not be used as an index.
-_FLOATS = {"FP16", "FP32", "FP64"}
+_FLOAT_DATATYPES = {"FP16", "FP32", "FP64"}
 _DTYPES = {name: kind for name, kind in STORED.items() if name != "BYTES"}
 # ONNX's number of the datatype that numpy lacks.
 _BF16 = 16
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 class HostBinding:
     """A session on the CPU: numpy arrays in, numpy arrays out."""
 
-    def __init__(self, context: ModelContext, session: Any, description: Description) -> None:
+    def __init__(self, context: ModelContext, session: Any, description: FileDescription) -> None:
         self._context = context
         self._session = session
         self._outputs = {tensor.name: tensor for tensor in description.outputs}
@@ -48,7 +48,7 @@ class HostBinding:
         tensors = (*description.inputs, *description.outputs)
         self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
         # numpy does not support BF16.
-        self._bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
+        self._has_bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
         self._unpredictable: set[str] = set()  # outputs whose shape differed from the predicted one
 
     def run(
@@ -61,9 +61,9 @@ class HostBinding:
         """
         targets: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
-            targets = self._memory_ranges(inputs, names, requests[0])
-        if not targets and not self._bf16:
-            arrays = {name: _text(name, array) for name, array in inputs.items()}
+            targets = self._bind_in_place(inputs, names, requests[0])
+        if not targets and not self._has_bf16:
+            arrays = {name: _as_strings(name, array) for name, array in inputs.items()}
             try:
                 outputs = self._session.run(list(names), arrays)
             except UnicodeDecodeError as error:
@@ -79,45 +79,53 @@ class HostBinding:
                 raise
             # The output may have an unexpected shape. The session is stateless and may run again.
             outputs = self._run_bound(inputs, names, {})
-            self._unpredictable |= {n for n in targets if outputs[n].shape != targets[n].shape}
+            self._unpredictable |= {
+                name for name in targets if outputs[name].shape != targets[name].shape
+            }
             return outputs
 
-    def _memory_ranges(
+    def _bind_in_place(
         self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
     ) -> dict[str, Array]:
         """Return arrays over memory ranges that outputs can be computed in, by name."""
         arrays: dict[str, Array] = {}
-        sizes = _sizes(self._inputs, inputs)
-        own = _free_places(request, _WORTH)
+        sizes = _symbol_sizes(self._inputs, inputs)
+        free_ranges = _free_ranges(request, _MIN_BOUND_BYTES)
         for name in names:
             tensor = self._outputs[name]
-            shape = _shape(tensor, sizes)
+            shape = _predict_shape(tensor, sizes)
             if shape is None or name in self._unpredictable:
                 continue
-            size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
-            if size < _WORTH or name not in request.requested:
+            byte_size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
+            if byte_size < _MIN_BOUND_BYTES or name not in request.requested:
                 continue
             if name not in request.memory_ranges:
-                buffer = self._reserved(request, size)
+                buffer = self._reserve_in_arena(request, byte_size)
             else:
-                buffer = self._region(own.get(name), size, tensor.datatype)
+                buffer = self._view_of_region(free_ranges.get(name), byte_size, tensor.datatype)
             if buffer is not None:
                 arrays[name] = np.ndarray(shape, _DTYPES[tensor.datatype], buffer)
         return {name: array for name, array in arrays.items() if array.flags.aligned}
 
-    def _reserved(self, request: Request, size: int) -> memoryview | None:
+    def _reserve_in_arena(self, request: Request, byte_size: int) -> memoryview | None:
         try:
-            return self._context.output_memory.reserve(request.work.client_pid, size)
+            return self._context.output_memory.reserve(request.work.client_pid, byte_size)
         except ShmserveError:
             return None  # if memory stays full, writing the output fails the request later
 
-    def _region(self, memory_range: Range | None, size: int, datatype: str) -> memoryview | None:
-        if memory_range is None or memory_range.memory.cuda is not None or datatype not in _FLOATS:
+    def _view_of_region(
+        self, memory_range: Range | None, byte_size: int, datatype: str
+    ) -> memoryview | None:
+        if (
+            memory_range is None
+            or memory_range.memory.cuda is not None
+            or datatype not in _FLOAT_DATATYPES
+        ):
             return None
-        if memory_range.byte_size < size:
+        if memory_range.byte_size < byte_size:
             return None  # writing the output then fails the request, as intended
         view: memoryview = self._context.mappings.view(
-            Range(memory_range.memory, memory_range.offset, size)
+            Range(memory_range.memory, memory_range.offset, byte_size)
         )
         return view
 
@@ -127,31 +135,35 @@ class HostBinding:
         # Created for each run: in older versions of onnxruntime the binding owns its outputs.
         binding = self._session.io_binding()
         for name, array in inputs.items():
-            kind = self._inputs[name].datatype
-            binding.bind_input(name, "cpu", 0, _element(kind), array.shape, _address(array))
+            datatype = self._inputs[name].datatype
+            binding.bind_input(
+                name, "cpu", 0, _element_type(datatype), array.shape, _address(array)
+            )
         for name in names:
             target = targets.get(name)
             if target is None:
                 binding.bind_output(name, "cpu")
                 continue
-            kind = self._outputs[name].datatype
-            binding.bind_output(name, "cpu", 0, _element(kind), target.shape, _address(target))
+            datatype = self._outputs[name].datatype
+            binding.bind_output(
+                name, "cpu", 0, _element_type(datatype), target.shape, _address(target)
+            )
         self._session.run_with_iobinding(binding)
-        values = dict(zip(names, binding.get_outputs(), strict=True))
+        ort_values = dict(zip(names, binding.get_outputs(), strict=True))
         return {
-            name: targets[name] if name in targets else self._output(name, value, binding)
-            for name, value in values.items()
+            name: targets[name] if name in targets else self._own_array(name, ort_value, binding)
+            for name, ort_value in ort_values.items()
         }
 
-    def _output(self, name: str, value: Any, binding: Any) -> Array:
+    def _own_array(self, name: str, ort_value: Any, binding: Any) -> Array:
         """Return an array over memory of onnxruntime, which it keeps."""
-        return np.asarray(_Tensor(value, binding, _DTYPES[self._outputs[name].datatype]))
+        return np.asarray(_OrtMemory(ort_value, binding, _DTYPES[self._outputs[name].datatype]))
 
 
 class DeviceBinding:
     """A session on a device: torch tensors of the device in and out."""
 
-    def __init__(self, session: Any, description: Description, device: Device) -> None:
+    def __init__(self, session: Any, description: FileDescription, device: Device) -> None:
         self._session = session
         tensors = (*description.inputs, *description.outputs)
         self._datatypes = {tensor.name: tensor.datatype for tensor in tensors}
@@ -165,35 +177,35 @@ class DeviceBinding:
         """Return the requested outputs of a batch; errors of onnxruntime are passed on."""
         binding = self._session.io_binding()
         for name, tensor in inputs.items():
-            kind = _element(self._datatypes[name])
-            where = (self._kind, self._index, kind, tuple(tensor.shape), tensor.data_ptr())
-            binding.bind_input(name, *where)
+            element_type = _element_type(self._datatypes[name])
+            memory = (self._kind, self._index, element_type, tuple(tensor.shape), tensor.data_ptr())
+            binding.bind_input(name, *memory)
         for name in names:
             binding.bind_output(name, self._kind, self._index)
         self._synchronize()  # necessary, because onnxruntime uses another stream
         self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
-        values = binding.get_outputs()
+        ort_values = binding.get_outputs()
         return {
-            name: self._output(name, value, binding)
-            for name, value in zip(names, values, strict=True)
+            name: self._own_tensor(name, ort_value, binding)
+            for name, ort_value in zip(names, ort_values, strict=True)
         }
 
-    def _output(self, name: str, value: Any, binding: Any) -> torch.Tensor:
+    def _own_tensor(self, name: str, ort_value: Any, binding: Any) -> torch.Tensor:
         """Return a tensor over memory of onnxruntime, which it keeps."""
         import torch
 
         from shmserve.workers.memory.tensors import as_torch
 
-        shape, datatype = tuple(value.shape()), self._datatypes[name]
-        size = math.prod(shape) * ITEM_SIZE[datatype]
-        array: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
+        shape, datatype = tuple(ort_value.shape()), self._datatypes[name]
+        byte_size = math.prod(shape) * ITEM_SIZE[datatype]
+        array: Any = _OrtMemory(ort_value, binding, np.dtype(np.uint8), byte_size)
         if self._kind == "cpu":  # torch does not support numpy's array interface
             array = np.asarray(array)
         return as_torch(datatype, shape, torch.as_tensor(array, device=self._device))
 
 
-class _Tensor:
+class _OrtMemory:
     """Memory of an OrtValue, for numpy and torch.
 
     The object keeps the value and its binding alive. With `byte_size` it is an array of that many
@@ -201,21 +213,21 @@ class _Tensor:
     """
 
     def __init__(
-        self, value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
+        self, ort_value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
     ) -> None:
-        self._owners = value, binding
+        self._owners = ort_value, binding
         self.__array_interface__ = {
-            "shape": tuple(value.shape()) if byte_size is None else (byte_size,),
+            "shape": tuple(ort_value.shape()) if byte_size is None else (byte_size,),
             "typestr": dtype.str,
-            "data": (value.data_ptr(), False),
+            "data": (ort_value.data_ptr(), False),
             "strides": None,
             "version": 3,
         }
-        if value.device_name().lower() == "cuda":
+        if ort_value.device_name().lower() == "cuda":
             self.__cuda_array_interface__ = self.__array_interface__
 
 
-def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dict[str, int]:
+def _symbol_sizes(tensors: Mapping[str, FileTensor], inputs: Mapping[str, Array]) -> dict[str, int]:
     """Return the sizes of the inputs' symbolic dimensions in this call."""
     return {
         symbol: size
@@ -225,7 +237,7 @@ def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dic
     }
 
 
-def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+def _predict_shape(tensor: FileTensor, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """Return the shape of an output in a call, or None if it is not known before the call."""
     shape = [
         sizes.get(symbol, -1) if dim == -1 else dim
@@ -234,16 +246,16 @@ def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | Non
     return None if -1 in shape else tuple(shape)
 
 
-def _element(datatype: str) -> Any:
+def _element_type(datatype: str) -> Any:
     return _BF16 if datatype == "BF16" else _DTYPES[datatype].type
 
 
 def _address(array: Array) -> int:
-    where: int = array.__array_interface__["data"][0]
-    return where
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def _text(name: str, array: Array) -> Array:
+def _as_strings(name: str, array: Array) -> Array:
     """Return a BYTES input as an array of str, or of bytes if an element is not UTF-8.
 
     onnxruntime ends an element of such an array at its first NUL.
@@ -264,12 +276,12 @@ def _text(name: str, array: Array) -> Array:
     return strings.reshape(array.shape)
 
 
-def _free_places(request: Request, least: int) -> dict[str, Range]:
-    """Return the output ranges of at least `least` bytes that overlap no other range."""
+def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
+    """Return the output ranges of at least `min_bytes` bytes that overlap no other range."""
     ranges = {
         name: memory_range
         for name, memory_range in request.memory_ranges.items()
-        if memory_range.byte_size >= least and not memory_range.memory.copied
+        if memory_range.byte_size >= min_bytes and not memory_range.memory.copied
     }
     if not ranges:
         return {}

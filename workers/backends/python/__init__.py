@@ -24,7 +24,7 @@ from shmserve.workers.backends import Backend, ModelContext, Request, Response, 
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
 from shmserve.workers.triton_python_backend_utils import ModelConfig
-from shmserve.workers.user_code import says_ready
+from shmserve.workers.user_code import check_ready
 
 # The modules that models import; the second one is internal to Triton, but some models use it.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
@@ -52,31 +52,31 @@ class PythonBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return `config` completed by the model's `auto_complete_config`; pass on its errors."""
-        kind = self._find(ModelSpec.of(config))
+        class_ = self._find_class(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
-        if hasattr(kind, "auto_complete_config"):
-            completed = kind.auto_complete_config(completed)
+        if hasattr(class_, "auto_complete_config"):
+            completed = class_.auto_complete_config(completed)
         if not isinstance(completed, ModelConfig):
             raise Internal(
                 f"auto_complete_config function in model '{self.context.model_name}' must return "
                 "a valid pb.ModelConfig object."
             )
         # Converted through JSON like in Triton, which rejects values such as numpy's numbers.
-        plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
-        return plain
+        as_json: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
+        return as_json
 
     def load(self, config: ModelSpec) -> None:
         """Create the model and call its `initialize`, whose errors are passed on."""
         context = self.context
-        metrics.follow(self._metrics_changed)
+        metrics.set_listener(self._metrics_changed)
         self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
-        kind = self._find(config)
-        if not hasattr(kind, "execute"):
+        class_ = self._find_class(config)
+        if not hasattr(class_, "execute"):
             raise InvalidArgument(
                 f"Python model {context.version}/{file_name(config)} does not implement `execute` "
                 "method."
             )
-        self._model = kind()
+        self._model = class_()
         if hasattr(self._model, "initialize"):
             self._model.initialize(
                 {
@@ -90,13 +90,13 @@ class PythonBackend(Backend):
                 }
             )
         sequences = config.sequence_batching
-        iterative = sequences is not None and sequences.iterative_sequence
+        is_iterative = sequences is not None and sequences.iterative_sequence
         if config.decoupled:
-            self._decoupled = DecoupledExecution(context, self._model, iterative)
+            self._decoupled = DecoupledExecution(context, self._model, is_iterative)
         else:
-            self._execution = PythonExecution(context, self._model, iterative)
+            self._execution = PythonExecution(context, self._model, is_iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
-        self._server.running = True
+        self._server.can_call = True
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call the model's `execute`.
@@ -104,11 +104,11 @@ class PythonBackend(Backend):
         Pass on its errors, and raise Internal for an invalid result.
         """
         assert self._execution is not None
-        self._server.executing = requests
+        self._server.executing_requests = requests
         try:
             return self._execution.execute(requests)
         finally:
-            self._server.executing = ()
+            self._server.executing_requests = ()
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """Call the model's `execute`, which sends responses itself and must return None.
@@ -127,7 +127,7 @@ class PythonBackend(Backend):
         Raises:
             Internal: The result is not a bool.
         """
-        return says_ready(self._model, self._decoupled.run if self._decoupled else asyncio.run)
+        return check_ready(self._model, self._decoupled.run if self._decoupled else asyncio.run)
 
     def _metrics_changed(self, at_once: bool) -> None:
         self.context.control.wake()
@@ -135,7 +135,7 @@ class PythonBackend(Backend):
 
     def unload(self) -> None:
         """Call the model's `finalize`, whose errors are passed on."""
-        self._server.running = False
+        self._server.can_call = False
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
@@ -149,7 +149,7 @@ class PythonBackend(Backend):
 
     # --- loading
 
-    def _find(self, config: ModelSpec) -> Any:
+    def _find_class(self, config: ModelSpec) -> Any:
         if self._class is None:
             name = self.context.model_name
             if _FORBIDDEN.intersection(name):
@@ -187,15 +187,15 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 def _hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
-    for name, value in vars(module).items():
-        if not isinstance(value, type) or value.__module__ != module.__name__:
+    for name, class_ in vars(module).items():
+        if not isinstance(class_, type) or class_.__module__ != module.__name__:
             continue
-        if torch is not None and issubclass(value, torch.nn.Module):
+        if torch is not None and issubclass(class_, torch.nn.Module):
             return (
                 f'. Its class {name} is an nn.Module: write backend: "pytorch", '
                 f'runtime: "{file}", and the inputs and outputs into config.pbtxt'
             )
-        if hasattr(value, "predict"):
+        if hasattr(class_, "predict"):
             return (
                 f". Its class {name} has a method 'predict': write backend: \"native\" and "
                 f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into '
@@ -214,10 +214,10 @@ def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
     for folder in (str(version_dir), str(model_dir)):
         if folder not in sys.path:
             sys.path.append(folder)
-    init = version_dir / "__init__.py"
-    if init.is_file():
+    init_file = version_dir / "__init__.py"
+    if init_file.is_file():
         spec = importlib.util.spec_from_file_location(
-            package, init, submodule_search_locations=[str(version_dir)]
+            package, init_file, submodule_search_locations=[str(version_dir)]
         )
         assert spec is not None
     else:

@@ -47,7 +47,7 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        self._message = text(message, "the message of a TritonError")
+        self._message = as_text(message, "the message of a TritonError")
         if not isinstance(code, ErrorCode):
             raise TypeError(f"the code of a TritonError must be one of its codes, not {code!r}")
         self._code = code
@@ -68,7 +68,7 @@ NO_CAST = (
 )
 
 
-def text(value: object, name: str) -> str:
+def as_text(value: object, name: str) -> str:
     """Return a str, or bytes of UTF-8, as a str; raise TypeError for anything else.
 
     Triton accepts bytes for a str everywhere. Elements of BYTES tensors are bytes, and its examples
@@ -84,7 +84,7 @@ def text(value: object, name: str) -> str:
     return value
 
 
-def listed(value: Any, name: str) -> list[Any]:
+def as_list(value: Any, name: str) -> list[Any]:
     """Return the items of a sequence that is not a string.
 
     Raise TypeError for any other value; `name` names it in the message.
@@ -94,8 +94,8 @@ def listed(value: Any, name: str) -> list[Any]:
     return list(value)
 
 
-def whole(value: object, name: str, least: int = 0, bits: int = 63) -> int:
-    """Return `value`, which may be numpy's, as an int in [`least`, 2**bits).
+def as_int(value: object, name: str, minimum: int = 0, bits: int = 63) -> int:
+    """Return `value`, which may be numpy's, as an int in [`minimum`, 2**bits).
 
     Else raise TypeError.
     """
@@ -103,22 +103,22 @@ def whole(value: object, name: str, least: int = 0, bits: int = 63) -> int:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{name} must be an int, not {type(value)}") from None
-    if not least <= number < 2**bits:
-        raise TypeError(f"{name} must be in the range [{least}, 2**{bits}), not {number}")
+    if not minimum <= number < 2**bits:
+        raise TypeError(f"{name} must be in the range [{minimum}, 2**{bits}), not {number}")
     return number
 
 
-def to_server(error: TritonError) -> ShmserveError:
+def to_server_error(error: TritonError) -> ShmserveError:
     """Return a model's error as an error of the server."""
     return from_code(error.code().name, error.message())
 
 
-def to_model(error: ShmserveError) -> TritonError:
+def to_model_error(error: ShmserveError) -> TritonError:
     """Return an error of the server, or of another model, in the API's form."""
     return TritonError(error.message, ErrorCode[error.code])
 
 
-def checked_parameters(parameters: Any) -> dict[str, bool | int | str]:
+def check_parameters(parameters: Any) -> dict[str, bool | int | str]:
     """Return custom parameters of a model; raise TritonModelException if one is invalid."""
     if parameters is None:
         return {}

@@ -35,10 +35,10 @@ _NOT_ITERATIVE = (
     "configured to handle such a flag."
 )
 # The reference count of an object that only a list refers to.
-_LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
+_LIST_REFCOUNT = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
-def _misbehaved(instance: str, problem: str) -> Internal:
+def _misuse_error(instance: str, problem: str) -> Internal:
     """Return the error for clients of a model that violates the API, in Triton's words."""
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {problem}")
 
@@ -55,7 +55,7 @@ class PythonExecution:
         self._model = model
         self._iterative = iterative
         self._instance = context.instance_name
-        self._lender = Lender(context.model_name, context.mappings, context.copied)
+        self._lender = Lender(context.model_name, context.mappings, context.copy_counter)
         self._runner: asyncio.Runner | None = None
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -70,7 +70,7 @@ class PythonExecution:
         try:
             responses = self._execute(received)
         except BaseException as error:
-            responses = self._sent(received) if isinstance(error, Exception) else []
+            responses = self._sent_responses(received) if isinstance(error, Exception) else []
             if not responses:
                 self._lender.discard_loans()
                 raise
@@ -78,7 +78,7 @@ class PythonExecution:
                 "model '%s' failed after it had sent its responses", self._context.model_name
             )
         self._lender.check_loans(responses)
-        _detach_kept(requests, received)
+        _detach_kept_inputs(requests, received)
         return responses
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -96,34 +96,38 @@ class PythonExecution:
         # A copy, because a model may empty its list.
         returned = self._model.execute(list(received))
         if type(returned) is not list:
-            returned = self._listed(returned, received)
+            returned = self._as_list(returned, received)
         try:
             pairs = list(zip(received, returned, strict=True))
         except ValueError:
             raise WrongCount(len(received), len(returned)) from None
-        awaited: list[SingleResponse] = []
-        for request, item in pairs:
-            if request.outbox and item is None:
-                awaited.append(request.outbox)
-        if awaited:
-            self._await_senders(awaited)
+        outboxes: list[SingleResponse] = []
+        for request, response in pairs:
+            if request.outbox and response is None:
+                outboxes.append(request.outbox)
+        if outboxes:
+            self._await_senders(outboxes)
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         return [
-            to_response(item)
-            if type(item) is InferenceResponse and not request.outbox and not request.rescheduled
-            else self._response(request, item)
-            for request, item in pairs
+            to_response(response)
+            if type(response) is InferenceResponse
+            and not request.outbox
+            and not request.rescheduled
+            else self._response(request, response)
+            for request, response in pairs
         ]
 
-    def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
+    def _as_list(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
         if asyncio.iscoroutine(returned):
             returned = self.run(returned)
-        if returned is None and all(r.outbox is not None or r.rescheduled for r in received):
+        if returned is None and all(
+            request.outbox is not None or request.rescheduled for request in received
+        ):
             return [None] * len(received)
         if not isinstance(returned, list):
             problem = f"Expected a list in the execute return, found type '{type(returned)}'."
-            raise _misbehaved(self._instance, problem)
+            raise _misuse_error(self._instance, problem)
         return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
@@ -139,7 +143,7 @@ class PythonExecution:
             "Expected an 'InferenceResponse' object in the execute function return list, found "
             f"type '{type(response)}'."
         )
-        return Response(error=_misbehaved(self._instance, problem))
+        return Response(error=_misuse_error(self._instance, problem))
 
     def _not_rescheduled(self, response: Any) -> Response:
         """Return the error of a request that its model reschedules although it may not."""
@@ -149,12 +153,12 @@ class PythonExecution:
             "Expected a None object in the execute function return list for reschduled request, "
             f"found type '{type(response)}'."
         )
-        return Response(error=_misbehaved(self._instance, problem))
+        return Response(error=_misuse_error(self._instance, problem))
 
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that threads of the model, or tasks of its loop, send."""
         if self._runner is not None and not all(outbox.done.is_set() for outbox in outboxes):
-            self.run(_arrival(outboxes))
+            self.run(_wait_for_senders(outboxes))
         for outbox in outboxes:
             outbox.done.wait()
         for outbox in outboxes:
@@ -162,9 +166,9 @@ class PythonExecution:
                 raise outbox.error
 
     @staticmethod
-    def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:
+    def _sent_responses(received: Sequence[ReceivedRequest]) -> list[Response]:
         """Return the responses that the model has sent, if every request has one."""
-        sent = [r.outbox.response for r in received if r.outbox is not None]
+        sent = [request.outbox.response for request in received if request.outbox is not None]
         responses = [response for response in sent if response is not None]
         return responses if len(responses) == len(received) else []
 
@@ -191,17 +195,17 @@ class DecoupledExecution:
         for stream in streams:
             # The time when the model's threads have finished with the inputs is unknown.
             for item in stream.request.inputs.values():
-                self._context.copied.inputs += item.detach()
+                self._context.copy_counter.inputs += item.detach()
         received = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received))
         if asyncio.iscoroutine(returned):
             self._running_loop().run(returned, partial(_fail_all, streams))
         elif returned is not None:
-            where = self._context.instance_name
-            raise _misbehaved(
-                where,
-                f"Python model '{where}' is using the decoupled mode and the execute function must "
-                "return None.",
+            instance = self._context.instance_name
+            raise _misuse_error(
+                instance,
+                f"Python model '{instance}' is using the decoupled mode and the execute function "
+                "must return None.",
             )
         for request, stream in zip(received, streams, strict=True):
             if request.rescheduled and self._iterative:
@@ -230,33 +234,33 @@ def _fail_all(streams: Sequence[ResponseStream], error: BaseException) -> None:
         stream.fail(explained)
 
 
-async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
+async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
     loop = asyncio.get_running_loop()
-    changed = asyncio.Event()
+    outbox_changed = asyncio.Event()
 
     def notify() -> None:
-        loop.call_soon_threadsafe(changed.set)
+        loop.call_soon_threadsafe(outbox_changed.set)
 
     for outbox in outboxes:
         outbox.listener = notify
     while not all(outbox.done.is_set() for outbox in outboxes):
-        await changed.wait()
-        changed.clear()
+        await outbox_changed.wait()
+        outbox_changed.clear()
 
 
-def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
+def _detach_kept_inputs(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """Copy the inputs that the model keeps, because their memory is reused."""
     for index, request in enumerate(requests):
         if not request.shared:
             continue
-        referenced = sys.getrefcount(received[index]) > _LISTED
+        is_referenced = sys.getrefcount(received[index]) > _LIST_REFCOUNT
         tensors = received[index].tensors
         for name in tensors:
-            if referenced or sys.getrefcount(tensors[name]) > _LISTED:
-                tensors[name].own()
+            if is_referenced or sys.getrefcount(tensors[name]) > _LIST_REFCOUNT:
+                tensors[name].detach()
 
 
-def thread_ended(args: threading.ExceptHookArgs) -> None:
+def log_thread_exception(args: threading.ExceptHookArgs) -> None:
     """Log an exception of a thread, and release the variables of its functions.
 
     This function is a `threading.excepthook`, which a model may replace.
@@ -264,10 +268,10 @@ def thread_ended(args: threading.ExceptHookArgs) -> None:
     if args.exc_type is not SystemExit and args.thread is not None:
         logger.error("thread '%s' of the model failed", args.thread.name, exc_info=args.exc_value)
     for frame, _ in traceback.walk_tb(args.exc_traceback):
-        for value in gc.get_referents(frame):
-            if isinstance(value, DecoupledRequest):
-                value = value.get_response_sender()
-            if isinstance(value, InferenceResponseSender):
-                value._raised = args.exc_value
+        for local in gc.get_referents(frame):
+            if isinstance(local, DecoupledRequest):
+                local = local.get_response_sender()
+            if isinstance(local, InferenceResponseSender):
+                local._thread_error = args.exc_value
     # Otherwise an error in one of their variables would keep them alive until the next collection.
     traceback.clear_frames(args.exc_traceback)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from shmserve.workers.backends.python.errors import NO_CAST, TritonModelException, text
-from shmserve.workers.backends.python.server import by_server
+from shmserve.workers.backends.python.errors import NO_CAST, TritonModelException, as_text
+from shmserve.workers.backends.python.server import refusal_text
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -38,7 +38,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
-class _Value:
+class _MetricValue:
     buckets: tuple[float, ...]
     # A counter: its value. A gauge: the value set, the time of that (monotonic ns, 0: never), and
     # the sum of increments since. A histogram: the sum, the observations by bucket, and those above
@@ -52,11 +52,11 @@ class _Family:
     name: str
     description: str
     kind: MetricKind
-    values: dict[Labels, _Value] = field(default_factory=dict)
+    values: dict[Labels, _MetricValue] = field(default_factory=dict)
     owners: int = 0
 
 
-_FAILED = "Error when creating Metric: "
+_CREATE_FAILED = "Error when creating Metric: "
 _DELETED = (
     "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The "
     "'MetricFamily' object should be deleted AFTER its corresponding 'Metric' objects have been "
@@ -65,13 +65,13 @@ _DELETED = (
 
 _lock = threading.Lock()
 _families: dict[str, _Family] = {}
-_changed = False
+_has_changed = False
 # Called after a change that `changes` has not returned yet. The argument is False during a garbage
 # collection, when an immediate report is not safe.
 _on_change: Callable[[bool], None] | None = None
 
 
-def follow(on_change: Callable[[bool], None]) -> None:
+def set_listener(on_change: Callable[[bool], None]) -> None:
     """Register `on_change`, which is called after a change of the metrics (see `_on_change`)."""
     global _on_change
     _on_change = on_change
@@ -83,12 +83,12 @@ def changes() -> list[list[Any]] | None:
     The form is [[name, description, kind, [[labels, numbers, buckets], ...]], ...]; labels are
     sorted pairs.
     """
-    global _changed
-    if not _changed:
+    global _has_changed
+    if not _has_changed:
         return None
     with _lock:
-        _changed = False
-        _drop_ended()
+        _has_changed = False
+        _remove_collected()
         return [
             [
                 *(family.name, family.description, family.kind.name),
@@ -99,21 +99,21 @@ def changes() -> list[list[Any]] | None:
         ]
 
 
-def _note_change(at_once: bool) -> None:
+def _report_change(at_once: bool) -> None:
     """Report a change; must be called without the lock."""
-    global _changed
-    if not _changed:
-        _changed = True
+    global _has_changed
+    if not _has_changed:
+        _has_changed = True
         if _on_change is not None:
             _on_change(at_once)
 
 
 @contextlib.contextmanager
-def _changing() -> Iterator[None]:
+def _locked_for_change() -> Iterator[None]:
     """Hold the lock for a change, and report it after its release."""
     with _lock:
         yield
-    _note_change(at_once=True)
+    _report_change(at_once=True)
 
 
 class _Owner:
@@ -122,20 +122,20 @@ class _Owner:
     def __init__(self, family: _Family) -> None:
         self.family = family
         self.labels: set[Labels] = set()
-        self.alive = True
+        self.is_alive = True
 
 
 # Owners whose object was collected, which may happen at any time; removed when it is safe.
-_ended: deque[_Owner] = deque()
+_collected_owners: deque[_Owner] = deque()
 
 
-def _drop_ended() -> None:
+def _remove_collected() -> None:
     """Remove the values and families whose last object was collected.
 
     Must be called with the lock.
     """
-    while _ended:
-        owner = _ended.popleft()
+    while _collected_owners:
+        owner = _collected_owners.popleft()
         for labels in owner.labels:
             value = owner.family.values[labels]
             value.owners -= 1
@@ -161,28 +161,28 @@ class MetricFamily:
     HISTOGRAM = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        name = text(name, "the name of a metric family")
-        description = text(description, "the description of a metric family")
+        name = as_text(name, "the name of a metric family")
+        description = as_text(description, "the description of a metric family")
         if not isinstance(kind, MetricKind):
             raise TypeError(f"the kind of a metric family must be one of its kinds, not {kind!r}")
-        failed = "Error when creating MetricFamily: "
+        prefix = "Error when creating MetricFamily: "
         if not _NAME.fullmatch(name):
-            raise TritonModelException(failed + by_server("Invalid metric name"))
+            raise TritonModelException(prefix + refusal_text("Invalid metric name"))
         with _lock:
-            _drop_ended()
+            _remove_collected()
             family = _families.setdefault(name, _Family(name, description, kind))
             if family.kind is not kind:
-                why = "Family name already exists with different type"
-                raise TritonModelException(failed + by_server(why))
+                reason = "Family name already exists with different type"
+                raise TritonModelException(prefix + refusal_text(reason))
             family.owners += 1
         self._owner = _Owner(family)
 
     def __del__(self) -> None:
         owner = getattr(self, "_owner", None)
         if owner is not None:
-            owner.alive = False
-            _ended.append(owner)
-            _note_change(at_once=False)
+            owner.is_alive = False
+            _collected_owners.append(owner)
+            _report_change(at_once=False)
 
     def Metric(
         self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None
@@ -193,48 +193,52 @@ class MetricFamily:
             TritonModelException: The labels or buckets do not fit.
         """
         family = self._owner.family
-        bounds = _bounds(family.kind, buckets)
-        key = _labels(family.kind, labels)
-        size = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(family.kind, len(bounds) + 2)
-        with _changing():
-            _drop_ended()
-            value = family.values.setdefault(key, _Value(bounds, [0] * size))
-            if key not in self._owner.labels:
-                self._owner.labels.add(key)
+        bounds = _check_buckets(family.kind, buckets)
+        label_key = _check_labels(family.kind, labels)
+        number_count = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(
+            family.kind, len(bounds) + 2
+        )
+        with _locked_for_change():
+            _remove_collected()
+            value = family.values.setdefault(label_key, _MetricValue(bounds, [0] * number_count))
+            if label_key not in self._owner.labels:
+                self._owner.labels.add(label_key)
                 value.owners += 1
         return Metric(self._owner, value)
 
 
-def _bounds(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, ...]:
-    failed = "Failed to create metric. "
+def _check_buckets(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, ...]:
+    prefix = "Failed to create metric. "
     if buckets is not None and not isinstance(buckets, list):
-        raise TritonModelException(failed + "Buckets must be a list.")
+        raise TritonModelException(prefix + "Buckets must be a list.")
     if buckets is not None and kind is not MetricKind.HISTOGRAM:
-        raise TritonModelException(failed + "Unexpected buckets found.")
+        raise TritonModelException(prefix + "Unexpected buckets found.")
     if buckets is None and kind is MetricKind.HISTOGRAM:
-        raise TritonModelException(failed + "Missing required buckets.")
+        raise TritonModelException(prefix + "Missing required buckets.")
     try:
         bounds = tuple(map(_number, buckets or ()))
     except TypeError:
         raise RuntimeError(NO_CAST) from None
     if list(bounds) != sorted(set(bounds)):
-        raise TritonModelException(_FAILED + by_server("Bucket Boundaries must be strictly sorted"))
+        raise TritonModelException(
+            _CREATE_FAILED + refusal_text("Bucket Boundaries must be strictly sorted")
+        )
     # The bucket le="+Inf" is always present and must not be duplicated.
     return bounds[:-1] if bounds and bounds[-1] == math.inf else bounds
 
 
-def _labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
+def _check_labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
     if labels is not None and not isinstance(labels, dict):
         raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
     pairs: list[tuple[str, str]] = []
     for name, value in (labels or {}).items():
         if not isinstance(value, str):
-            why = "attempt to access JSON non-string as string"
-            raise TritonModelException(_FAILED + by_server(why))
+            reason = "attempt to access JSON non-string as string"
+            raise TritonModelException(_CREATE_FAILED + refusal_text(reason))
         pairs.append((str(name), value))
         # Histograms reserve the label "le".
         if not _LABEL.fullmatch(str(name)) or (kind is MetricKind.HISTOGRAM and name == "le"):
-            raise TritonModelException(_FAILED + by_server("Invalid label name"))
+            raise TritonModelException(_CREATE_FAILED + refusal_text("Invalid label name"))
     return tuple(sorted(pairs))
 
 
@@ -256,49 +260,49 @@ class Metric:
     was deleted, TypeError for an argument that is not a number.
     """
 
-    def __init__(self, owner: _Owner, value: _Value) -> None:
+    def __init__(self, owner: _Owner, value: _MetricValue) -> None:
         self._owner = owner
         self._value = value
 
     def increment(self, value: float) -> None:
         """Add to a counter (0 or more) or a gauge."""
         number = _number(value)
-        self._only("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
+        self._require_kind("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if self._owner.family.kind is MetricKind.COUNTER and number < 0:
-            why = (
+            reason = (
                 "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by "
                 "non-negative values."
             )
-            raise TritonModelException("Failed to increment metric value: " + by_server(why))
-        with _changing():
+            raise TritonModelException("Failed to increment metric value: " + refusal_text(reason))
+        with _locked_for_change():
             self._value.numbers[-1] += number
 
     def set(self, value: float) -> None:
         """Set a gauge."""
         number = _number(value)
-        self._only("set", "Set", MetricKind.GAUGE)
-        with _changing():
+        self._require_kind("set", "Set", MetricKind.GAUGE)
+        with _locked_for_change():
             self._value.numbers[:] = (number, time.monotonic_ns(), 0)
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
         number = _number(value)
-        self._only("observe", "Observe", MetricKind.HISTOGRAM)
-        with _changing():
+        self._require_kind("observe", "Observe", MetricKind.HISTOGRAM)
+        with _locked_for_change():
             self._value.numbers[0] += number
             self._value.numbers[1 + bisect_left(self._value.buckets, number)] += 1
 
     def value(self) -> float:
         """Return the value of a counter or a gauge in this instance."""
-        self._only("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
+        self._require_kind("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
         numbers = self._value.numbers
         return float(numbers[0] + numbers[2] if len(numbers) > 1 else numbers[0])
 
-    def _only(self, verb: str, operation: str, *kinds: MetricKind) -> None:
-        failed = f"Failed to {verb} metric value: "
-        if not self._owner.alive:
-            raise TritonModelException(failed + _DELETED)
+    def _require_kind(self, verb: str, operation: str, *kinds: MetricKind) -> None:
+        prefix = f"Failed to {verb} metric value: "
+        if not self._owner.is_alive:
+            raise TritonModelException(prefix + _DELETED)
         kind = self._owner.family.kind
         if kind not in kinds:
-            why = f"TRITONSERVER_METRIC_KIND_{kind.name} does not support {operation}"
-            raise TritonModelException(failed + by_server(why))
+            reason = f"TRITONSERVER_METRIC_KIND_{kind.name} does not support {operation}"
+            raise TritonModelException(prefix + refusal_text(reason))

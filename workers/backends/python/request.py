@@ -27,19 +27,19 @@ from shmserve.workers.backends.python.errors import (
     NO_CAST,
     TritonError,
     TritonModelException,
-    checked_parameters,
-    listed,
-    text,
-    to_model,
-    to_server,
-    whole,
+    as_int,
+    as_list,
+    as_text,
+    check_parameters,
+    to_model_error,
+    to_server_error,
 )
 from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tensor
 from shmserve.workers.bls.calls import StreamBlsCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
 # An Output, created without the Python function of named tuples.
-_output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
+_make_output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
 
 
 class InferenceResponse:
@@ -65,7 +65,7 @@ class InferenceResponse:
             raise TypeError(f"the error of a response must be a TritonError, not {type(error)}")
         self._outputs = outputs
         self._error = error
-        self._parameters = {} if parameters is None else checked_parameters(parameters)
+        self._parameters = {} if parameters is None else check_parameters(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         """Return the outputs."""
@@ -88,9 +88,9 @@ def to_response(response: InferenceResponse) -> Response:
     """Convert a model's response to one of the server."""
     error = response._error
     if error is not None:
-        return Response(error=to_server(error))
+        return Response(error=to_server_error(error))
     outputs = [  # outputs are usually unchanged tensors, for which no call is needed
-        _output((tensor._name, tensor._datatype, tensor._data))
+        _make_output((tensor._name, tensor._datatype, tensor._data))
         if type(tensor) is Tensor
         else tensor.as_output()
         for tensor in response._outputs
@@ -107,7 +107,7 @@ def from_call(response: CallResponse) -> InferenceResponse:
 
 def from_error(error: ShmserveError) -> InferenceResponse:
     """Convert an error of another model."""
-    return InferenceResponse(error=to_model(error))
+    return InferenceResponse(error=to_model_error(error))
 
 
 class ResponseIterator:
@@ -120,28 +120,28 @@ class ResponseIterator:
     def __init__(self, call: StreamBlsCall | None, *responses: InferenceResponse) -> None:
         self._call = call  # the call; None once all responses have arrived
         self._responses = list(responses)
-        self._next = 0
+        self._position = 0
 
     def __iter__(self) -> ResponseIterator:
-        if self._call is None and self._next == len(self._responses):
-            self._next = 0
+        if self._call is None and self._position == len(self._responses):
+            self._position = 0
         return self
 
     def __next__(self) -> InferenceResponse:
-        if self._next == len(self._responses):
+        if self._position == len(self._responses):
             self._receive()
-        response = self._responses[self._next]
-        self._next += 1
+        response = self._responses[self._position]
+        self._position += 1
         return response
 
     def _receive(self) -> None:
-        item = self._call.take() if self._call is not None else None
-        if self._call is not None and self._call.finished:
+        outcome = self._call.take() if self._call is not None else None
+        if self._call is not None and self._call.is_finished:
             self._call = None
-        if item is None:
+        if outcome is None:
             raise StopIteration("Iteration is done for the responses.")
         self._responses.append(
-            from_call(item) if isinstance(item, CallResponse) else from_error(item)
+            from_call(outcome) if isinstance(outcome, CallResponse) else from_error(outcome)
         )
 
     def cancel(self) -> None:
@@ -194,10 +194,10 @@ class SingleResponse:
                 "sending a response."
             )
         if self._closed:
-            raise _closed()
+            raise _closed_error()
         self._closed = final
         if response is not None:
-            self.response = _snapshot(to_response(response))
+            self.response = _copy_arrays(to_response(response))
             self.abandon()
 
     def is_cancelled(self) -> bool:
@@ -225,7 +225,7 @@ class StreamedResponses:
             TritonModelException: The end was sent.
         """
         if self._stream.closed:
-            raise _closed()
+            raise _closed_error()
         self._stream.send(None if response is None else to_response(response), final)
 
     def is_cancelled(self) -> bool:
@@ -240,12 +240,12 @@ class StreamedResponses:
 class InferenceResponseSender:
     """The sender of the responses to one request, for any thread and after `execute`."""
 
-    __slots__ = ("__weakref__", "_channel", "_raised")
+    __slots__ = ("__weakref__", "_channel", "_thread_error")
 
     def __init__(self, channel: SingleResponse | StreamedResponses) -> None:
         self._channel = channel
         # The exception of the thread that owned the sender.
-        self._raised: BaseException | None = None
+        self._thread_error: BaseException | None = None
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response.
@@ -258,7 +258,7 @@ class InferenceResponseSender:
                 for a second response, and for the flag before the first.
         """
         if type(flags) is not int:
-            flags = _whole(self, response, flags)
+            flags = _as_flags(self, response, flags)
         if response is None:
             if not flags:
                 raise TritonModelException(
@@ -266,10 +266,10 @@ class InferenceResponseSender:
                     "zero."
                 )
         elif not isinstance(response, InferenceResponse):
-            raise _incompatible(self, response, flags)
+            raise _argument_error(self, response, flags)
         if flags not in (0, RESPONSE_COMPLETE_FINAL):
             if flags < 0:
-                raise _incompatible(self, response, flags)
+                raise _argument_error(self, response, flags)
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
         self._channel.send(response, flags == RESPONSE_COMPLETE_FINAL)
 
@@ -278,21 +278,21 @@ class InferenceResponseSender:
         return self._channel.is_cancelled()
 
     def __del__(self) -> None:
-        self._channel.abandon(self._raised)
+        self._channel.abandon(self._thread_error)
 
 
-def _closed() -> TritonModelException:
+def _closed_error() -> TritonModelException:
     return TritonModelException("Unable to send response. Response sender has been closed.")
 
 
-def _whole(sender: InferenceResponseSender, response: Any, flags: Any) -> int:
+def _as_flags(sender: InferenceResponseSender, response: Any, flags: Any) -> int:
     try:
         return operator.index(flags)
     except TypeError:
-        raise _incompatible(sender, response, flags) from None
+        raise _argument_error(sender, response, flags) from None
 
 
-def _incompatible(sender: InferenceResponseSender, response: Any, flags: Any) -> TypeError:
+def _argument_error(sender: InferenceResponseSender, response: Any, flags: Any) -> TypeError:
     return TypeError(
         "send(): incompatible function arguments. The following argument types are supported:\n"
         "    1. (self: c_python_backend_utils.InferenceResponseSender, response: "
@@ -301,7 +301,7 @@ def _incompatible(sender: InferenceResponseSender, response: Any, flags: Any) ->
     )
 
 
-def _snapshot(response: Response) -> Response:
+def _copy_arrays(response: Response) -> Response:
     """Copy the arrays of a response, because the model may reuse them before they are written."""
     response.outputs = [
         output._replace(
@@ -331,7 +331,7 @@ class PreferredMemory:
             raise TypeError(
                 f"preferred_memory_type must be a MemoryType, not {preferred_memory_type!r}"
             )
-        whole(preferred_device_id, "preferred_device_id", -(2**63))
+        as_int(preferred_device_id, "preferred_device_id", -(2**63))
 
 
 class InferenceTrace:
@@ -382,31 +382,37 @@ class InferenceRequest:
             raise TypeError(
                 "an InferenceRequest needs inputs, requested_output_names and model_name"
             )
-        request_id, model_name = text(request_id, "request_id"), text(model_name, "model_name")
-        names = [text(n, "an output's name") for n in listed(requested_output_names, "the outputs")]
-        tensors = listed(inputs, "inputs")
+        request_id, model_name = (
+            as_text(request_id, "request_id"),
+            as_text(model_name, "model_name"),
+        )
+        names = [
+            as_text(name, "an output's name")
+            for name in as_list(requested_output_names, "the outputs")
+        ]
+        tensors = as_list(inputs, "inputs")
         for option, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
             if not isinstance(option, kind):
                 raise TypeError(f"{option!r} must be of type {kind.__name__}")
-        of = f"for request with id '{request_id}' and model name '{model_name}'"
+        subject = f"for request with id '{request_id}' and model name '{model_name}'"
         for tensor in tensors:
             if tensor is None:
-                raise TritonModelException(f"Input tensor {of} should not be empty.")
+                raise TritonModelException(f"Input tensor {subject} should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"an input of a request must be a Tensor, not {type(tensor)}")
         if not all(names):
-            raise TritonModelException(f"Requested output name {of} should not be empty.")
+            raise TritonModelException(f"Requested output name {subject} should not be empty.")
         self._request_id = request_id
         self._correlation_id = _correlation_id(correlation_id)
         self._inputs = tensors
         self._outputs: Mapping[str, Any] = dict.fromkeys(names)
         self._model_name = model_name
-        self._model_version = whole(model_version, "model_version", -(2**63))
-        self._flags = whole(flags, "flags", bits=32)
-        self._timeout = whole(timeout, "timeout", bits=64)
-        self._priority = whole(priority, "priority", bits=64)
+        self._model_version = as_int(model_version, "model_version", -(2**63))
+        self._flags = as_int(flags, "flags", bits=32)
+        self._timeout = as_int(timeout, "timeout", bits=64)
+        self._priority = as_int(priority, "priority", bits=64)
         self._trace = trace
-        self._parameters: dict[str, Any] = checked_parameters(parameters)
+        self._parameters: dict[str, Any] = check_parameters(parameters)
         self._release_flags = 0
 
     # --- fields
@@ -437,7 +443,7 @@ class InferenceRequest:
 
     def set_flags(self, flags: int) -> None:
         """Set the flags."""
-        self._flags = whole(flags, "flags", bits=32)
+        self._flags = as_int(flags, "flags", bits=32)
 
     def timeout(self) -> int:
         """Return the timeout in microseconds; 0 for none."""
@@ -454,7 +460,7 @@ class InferenceRequest:
             flags: TRITONSERVER_REQUEST_RELEASE_ALL, or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE to
                 receive the request once more.
         """
-        self._release_flags = whole(flags, "flags", bits=32)
+        self._release_flags = as_int(flags, "flags", bits=32)
 
     # --- calling another model
 
@@ -467,8 +473,8 @@ class InferenceRequest:
         """
         try:
             if not decoupled:
-                return from_call(server.current().call(self._call_request()))
-            call = server.current().open(self._call_request())
+                return from_call(server.current_server().call(self._call_request()))
+            call = server.current_server().open_stream(self._call_request())
         except ShmserveError as error:
             response = from_error(error)
             return ResponseIterator(None, response) if decoupled else response
@@ -488,7 +494,9 @@ class InferenceRequest:
         try:
             if decoupled:
                 first_response: asyncio.Future[None] = loop.create_future()
-                call = server.current().open_soon(self._call_request(), first_response)
+                call = server.current_server().open_stream_soon(
+                    self._call_request(), first_response
+                )
                 task = loop.create_task(_iterator(call, first_response))
 
                 def on_done(task: asyncio.Future[Any]) -> None:
@@ -497,17 +505,17 @@ class InferenceRequest:
 
                 task.add_done_callback(on_done)
                 return task
-            reply = server.current().call_soon(self._call_request())
+            reply = server.current_server().call_soon(self._call_request())
         except ShmserveError as error:
-            failed = from_error(error)
+            response = from_error(error)
             future = loop.create_future()
-            future.set_result(ResponseIterator(None, failed) if decoupled else failed)
+            future.set_result(ResponseIterator(None, response) if decoupled else response)
             return future
         return loop.create_task(_response(reply))
 
     def _call_request(self) -> CallRequest:
         version = self._model_version
-        trace = self._trace.message or server.current().trace()
+        trace = self._trace.message or server.current_server().trace()
         return CallRequest(
             self._model_name,
             "" if version <= 0 else str(version),
@@ -518,11 +526,11 @@ class InferenceRequest:
             self._correlation_id,
             self._flags,
             self._timeout,
-            server.current().deadline_ns(),
+            server.current_server().deadline_ns(),
             self._priority,
             TraceContext.of(trace).child().message if trace else "",
-            server.current().origins(),
-            server.current().callers(),
+            server.current_server().origins(),
+            server.current_server().callers(),
         )
 
     # --- only for requests from a client
@@ -630,8 +638,8 @@ class DecoupledRequest(ReceivedRequest):
 
     def __init__(self, stream: ResponseStream) -> None:
         super().__init__(stream.request, None)
-        self._kept_sender = InferenceResponseSender(StreamedResponses(stream))
+        self._response_sender = InferenceResponseSender(StreamedResponses(stream))
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Return the sender of the responses, the same on every call."""
-        return self._kept_sender
+        return self._response_sender

@@ -28,11 +28,11 @@ from shmserve.errors import (
 from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
-from shmserve.workers.backends.python.errors import TritonModelException, text
+from shmserve.workers.backends.python.errors import TritonModelException, as_text
 from shmserve.workers.batch.request import Request
 from shmserve.workers.bls.calls import StreamBlsCall, UnaryBlsCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.bls.router import CallRouter, not_begun
+from shmserve.workers.bls.router import CallRouter, unsubmitted_error
 from shmserve.workers.links.workspace import LeasedWorkspace
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ class ServerApi:
         self.calls = CallRouter(
             context.control, context.arena.memory.byte_size, context.spans.append
         )
-        self.running = False
-        self.executing: Sequence[Request] = ()
-        self._holder = 0
+        self.can_call = False
+        self.executing_requests: Sequence[Request] = ()
+        self._executing_thread = 0
 
     @contextlib.contextmanager
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -62,17 +62,17 @@ class ServerApi:
         These are also calls of coroutines started in the block. The instance waits only for calls
         that this thread makes.
         """
-        self.executing, self._holder = requests, threading.get_ident()
+        self.executing_requests, self._executing_thread = requests, threading.get_ident()
         token = _ORIGINS.set(requests)
         try:
             yield
         finally:
-            self.executing = ()
+            self.executing_requests = ()
             _ORIGINS.reset(token)
 
     def origins(self) -> Sequence[Request]:
         """Return the requests for which this code runs."""
-        return _ORIGINS.get() or self.executing
+        return _ORIGINS.get() or self.executing_requests
 
     def deadline_ns(self) -> int:
         """Return the last deadline of the executing requests, or 0 if one has none."""
@@ -88,9 +88,9 @@ class ServerApi:
         """Return the executions that wait for a call of this code, as in `Submit`."""
         works = [request.work for request in self.origins()]
         lines = [line for work in works for line in work.callers.split("\n") if line]
-        if self.executing and self._holder in (0, threading.get_ident()):
+        if self.executing_requests and self._executing_thread in (0, threading.get_ident()):
             name = self.context.model_name
-            lines.append(Caller(os.getpid(), self.executing[0].work.key, name).line)
+            lines.append(Caller(os.getpid(), self.executing_requests[0].work.key, name).line)
         return "\n".join(dict.fromkeys(lines))
 
     def call(self, request: CallRequest) -> CallResponse:
@@ -99,8 +99,8 @@ class ServerApi:
         Raises:
             ShmserveError: The inference has failed.
         """
-        with self._beginning(request):
-            call = self.calls.begin(UnaryBlsCall(self.calls, request))
+        with self._submitting(request):
+            call = self.calls.submit_now(UnaryBlsCall(self.calls, request))
         return call.wait()
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
@@ -113,20 +113,20 @@ class ServerApi:
             ShmserveError: The inference cannot be started.
         """
         future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
-        with self._beginning(request):
-            self.calls.begin_soon(UnaryBlsCall(self.calls, request, future), future)
+        with self._submitting(request):
+            self.calls.submit_soon(UnaryBlsCall(self.calls, request, future), future)
         return future
 
-    def open(self, request: CallRequest) -> StreamBlsCall:
+    def open_stream(self, request: CallRequest) -> StreamBlsCall:
         """Start an inference that may have any number of responses.
 
         Raises:
             ShmserveError: The inference cannot be started.
         """
-        with self._beginning(request):
-            return self.calls.begin(StreamBlsCall(self.calls, request))
+        with self._submitting(request):
+            return self.calls.submit_now(StreamBlsCall(self.calls, request))
 
-    def open_soon(
+    def open_stream_soon(
         self, request: CallRequest, first_response: asyncio.Future[None]
     ) -> StreamBlsCall:
         """Start an inference with any number of responses from the running event loop.
@@ -139,20 +139,20 @@ class ServerApi:
             ShmserveError: The inference cannot be started.
         """
         call = StreamBlsCall(self.calls, request, first_response)
-        with self._beginning(request):
-            self.calls.begin_soon(call, first_response)
+        with self._submitting(request):
+            self.calls.submit_soon(call, first_response)
         return call
 
     @contextlib.contextmanager
-    def _beginning(self, request: CallRequest) -> Iterator[None]:
+    def _submitting(self, request: CallRequest) -> Iterator[None]:
         try:
             self._check(request)
             yield
         except ShmserveError as error:
-            raise not_begun(request.model, error) from None
+            raise unsubmitted_error(request.model, error) from None
 
     def _check(self, request: CallRequest) -> None:
-        if not self.running:
+        if not self.can_call:
             raise Internal("BLS is only supported during the 'execute' function.")
         if request.cancelled:
             raise Cancelled("request cancelled")
@@ -197,7 +197,7 @@ def install(server: ServerApi | None) -> None:
     _server = server
 
 
-def current() -> ServerApi:
+def current_server() -> ServerApi:
     """Return the server of this process's model.
 
     Raises:
@@ -208,12 +208,12 @@ def current() -> ServerApi:
     return _server
 
 
-def by_server(why: str) -> str:
+def refusal_text(reason: str) -> str:
     """Return the error text for a refusal of the server, in Triton's words."""
     if _server is None:
-        return why
+        return reason
     name = _server.context.instance_name
-    return f"Failed to process the request for model '{name}', message: {why}"
+    return f"Failed to process the request for model '{name}', message: {reason}"
 
 
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
@@ -227,7 +227,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     Raises:
         TritonModelException: The server has refused.
     """
-    model_name, config = text(model_name, "model_name"), text(config, "config")
+    model_name, config = as_text(model_name, "model_name"), as_text(config, "config")
     if files is not None and not isinstance(files, dict):
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and "
@@ -237,16 +237,16 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     for key, content in (files or {}).items():
         if not isinstance(content, bytes):
             raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
-        path = text(key, "the name of a file")
+        path = as_text(key, "the name of a file")
         if not path.startswith("file:"):
             raise TritonModelException(
                 f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
             )
         contents[path.removeprefix("file:")] = content
     try:
-        current().load_model(model_name, config, contents)
+        current_server().load_model(model_name, config, contents)
     except ShmserveError as error:
-        raise TritonModelException(f"Failed to load model: {by_server(error.message)}") from None
+        raise TritonModelException(f"Failed to load model: {refusal_text(error.message)}") from None
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
@@ -255,11 +255,13 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     Raises:
         TritonModelException: The server has refused.
     """
-    model_name = text(model_name, "model_name")
+    model_name = as_text(model_name, "model_name")
     try:
-        current().unload_model(model_name, bool(unload_dependents))
+        current_server().unload_model(model_name, bool(unload_dependents))
     except ShmserveError as error:
-        raise TritonModelException(f"Failed to unload model: {by_server(error.message)}") from None
+        raise TritonModelException(
+            f"Failed to unload model: {refusal_text(error.message)}"
+        ) from None
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -268,24 +270,27 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     Raises:
         TritonModelException: The version is not a number.
     """
-    model_name, model_version = text(model_name, "model_name"), text(model_version, "model_version")
+    model_name, model_version = (
+        as_text(model_name, "model_name"),
+        as_text(model_version, "model_version"),
+    )
     if model_version and not (model_version.isdecimal() and int(model_version)):
-        why = (
+        reason = (
             f"failed to get model version from specified version string '{model_version}' "
             "(details: stol), version should be an integral value > 0"
         )
-        raise TritonModelException("Failed to check model readiness: " + by_server(why))
+        raise TritonModelException("Failed to check model readiness: " + refusal_text(reason))
     try:
-        return current().is_model_ready(model_name, model_version)
+        return current_server().is_model_ready(model_name, model_version)
     except ShmserveError as error:
         raise TritonModelException(
-            f"Failed to check model readiness: {by_server(error.message)}"
+            f"Failed to check model readiness: {refusal_text(error.message)}"
         ) from None
 
 
 def get_model_dir() -> str:
     """Return the folder of the model's version."""
-    return str(current().context.version_dir)
+    return str(current_server().context.version_dir)
 
 
 class SharedMemory:
@@ -293,7 +298,7 @@ class SharedMemory:
 
     def free_memory(self) -> int:
         """Return the number of free bytes."""
-        return current().calls.free_bytes
+        return current_server().calls.free_bytes
 
 
 shared_memory = SharedMemory()
@@ -310,7 +315,7 @@ def workspace(byte_size: int) -> _Workspace:
         TritonModelException: There is no pool (--workspace-byte-size), the pool is smaller, or the
             execution already has a workspace.
     """
-    return _Workspace(current().context.workspace, byte_size, _as_array)
+    return _Workspace(current_server().context.workspace, byte_size, _as_array)
 
 
 def _as_array(view: Any) -> Any:
@@ -358,7 +363,7 @@ class Logger:
         """
         if not isinstance(level, Logger.LogLevel):
             raise TypeError(f"the level of a log message must be one of Logger's, not {level!r}")
-        logger.log(_LEVELS[level], "%s", text(message, "a log message"))
+        logger.log(_LEVELS[level], "%s", as_text(message, "a log message"))
 
     @staticmethod
     def log_info(message: str) -> None:

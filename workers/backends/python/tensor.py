@@ -18,8 +18,8 @@ import numpy as np
 
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.arrays import NUMPY, STORED, encode_bytes
-from shmserve.workers.backends.python.errors import TritonModelException, text
-from shmserve.workers.batch.request import Array, Copied, Input, Output, Response
+from shmserve.workers.backends.python.errors import TritonModelException, as_text
+from shmserve.workers.batch.request import Array, CopyCounter, Input, Output, Response
 from shmserve.workers.bls.request import CallInput
 
 if TYPE_CHECKING:
@@ -28,33 +28,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TRIAL = 8  # number of executions with copied inputs, in which the model is observed
+_TRIAL_EXECUTIONS = 8  # number of executions with copied inputs, in which the model is observed
 _NOT_WRITABLE = "The given NumPy array is not writable"
 
 
 class Lender:
     """The lender of one model's input arrays, for one thread."""
 
-    def __init__(self, model_name: str, mappings: Mappings, copied: Copied | None = None) -> None:
+    def __init__(
+        self, model_name: str, mappings: Mappings, copy_counter: CopyCounter | None = None
+    ) -> None:
         self._model_name = model_name
         self._mappings = mappings
-        self._copied = copied or Copied()
-        self._copying = True
-        self._trials_left = _TRIAL
+        self._copy_counter = copy_counter or CopyCounter()
+        self._lends_copies = True
+        self._trials_left = _TRIAL_EXECUTIONS
         # The inputs lent in this execution, and the originals of copies.
         self._loans: dict[Input, memoryview | None] = {}
-        self._filter: Any = None
+        self._torch_filter: Any = None
 
     def lend(self, source: Input) -> Array:
         """Return the array of a shared input of the running execution; the same on every call."""
         if source not in self._loans:
-            if self._copying:
+            if self._lends_copies:
                 self._loans[source] = source.raw
-                self._copied.inputs += source.detach()
+                self._copy_counter.inputs += source.detach()
             else:
                 if not self._loans and "torch" in sys.modules:
                     filters = warnings.filters
-                    if not filters or filters[0] is not self._filter:
+                    if not filters or filters[0] is not self._torch_filter:
                         self._refuse_aliases()
                 self._loans[source] = None
         return source.numpy()
@@ -63,7 +65,7 @@ class Lender:
         # torch has no read-only tensors: it warns, by default once, and permits the model to write.
         sys.modules["torch"].set_warn_always(True)
         warnings.filterwarnings("error", message=_NOT_WRITABLE)
-        self._filter = warnings.filters[0]
+        self._torch_filter = warnings.filters[0]
 
     def discard_loans(self) -> None:
         """Drop all loans after a failed execution, whose references are unknown."""
@@ -74,67 +76,69 @@ class Lender:
         if not self._loans:
             return
         loans, self._loans = self._loans, {}
-        inputs: list[Input] = []
-        changed = False
+        kept_inputs: list[Input] = []
+        has_changed = False
         for source in loans:
             original = loans[source]
-            if _references(source, responses) > _ALONE:
-                inputs.append(source)
-            elif original is not None and not changed:
-                changed = _changed(source, original)
-        if inputs or changed:
+            if _count_references(source, responses) > _MIN_REFERENCES:
+                kept_inputs.append(source)
+            elif original is not None and not has_changed:
+                has_changed = _has_changed(source, original)
+        if kept_inputs or has_changed:
             self._trials_left = 0
-            if not self._copying:
-                self._own(inputs)
-            self._copying = True
+            if not self._lends_copies:
+                self._detach_kept(kept_inputs)
+            self._lends_copies = True
         elif self._trials_left:
             self._trials_left -= 1
-            self._copying = self._trials_left > 0
+            self._lends_copies = self._trials_left > 0
 
-    def _own(self, owned: Sequence[Input]) -> None:
+    def _detach_kept(self, kept_inputs: Sequence[Input]) -> None:
         logger.warning(
             "model '%s' keeps references to its inputs, so each input is copied from now on",
             self._model_name,
         )
-        memory_ranges = [source.memory_range for source in owned if source.memory_range is not None]
+        memory_ranges = [
+            source.memory_range for source in kept_inputs if source.memory_range is not None
+        ]
         self._mappings.detach(memory_ranges)
-        self._copied.inputs += sum(memory_range.byte_size for memory_range in memory_ranges)
+        self._copy_counter.inputs += sum(memory_range.byte_size for memory_range in memory_ranges)
 
 
-def _changed(source: Input, original: memoryview) -> bool:
+def _has_changed(source: Input, original: memoryview) -> bool:
     before, after = np.frombuffer(original, np.uint8), np.frombuffer(source.raw, np.uint8)
     return not np.array_equal(before, after)
 
 
-def _references(source: Input, responses: Sequence[Response]) -> int:
+def _count_references(source: Input, responses: Sequence[Response]) -> int:
     """Count the references to an input's array, except those of `responses` and their views."""
     array = source.array
-    listed = 0
+    response_references = 0
     views: set[int] = set()
     for response in responses:
         for output in response.outputs:
             if output.data is array:
-                listed += 1
+                response_references += 1
             elif isinstance(output.data, np.ndarray) and output.data.base is array:
                 views.add(id(output.data))
     if views:
-        listed += len(views)
-    return sys.getrefcount(array) - listed
+        response_references += len(views)
+    return sys.getrefcount(array) - response_references
 
 
-def _alone() -> int:
+def _count_minimum_references() -> int:
     """Return the reference count of an array to which only its input refers."""
     source = Input("", "UINT8", (1,), memoryview(bytearray(1)))
     source.numpy()
-    return _references(source, ())
+    return _count_references(source, ())
 
 
-_ALONE = _alone()
+_MIN_REFERENCES = _count_minimum_references()
 
 
 # Triton's number of each datatype.
-NUMBER = {name: number for number, name in enumerate(STORED, start=1)}
-_DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
+TYPE_NUMBERS = {name: number for number, name in enumerate(STORED, start=1)}
+_DATATYPES = {dtype: name for name, dtype in NUMPY.items()}
 _CPU = (1, 0)  # DLPack's device type kDLCPU, and device 0
 
 
@@ -154,13 +158,13 @@ class Tensor:
 
     def __init__(self, name: str, numpy_array: Array) -> None:
         if type(name) is not str:
-            name = text(name, "the name of a Tensor")
+            name = as_text(name, "the name of a Tensor")
         if type(numpy_array) is not np.ndarray and not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"a Tensor is made of a numpy.ndarray, not of {type(numpy_array)}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         try:
-            self._datatype = _DATATYPE[numpy_array.dtype]
+            self._datatype = _DATATYPES[numpy_array.dtype]
         except KeyError:
             if numpy_array.dtype.kind != "S":
                 raise TritonModelException("NumPy dtype is not supported.") from None
@@ -177,9 +181,9 @@ class Tensor:
         """
         from torch.utils import dlpack
 
-        from shmserve.workers.memory.tensors import PROTOCOL
+        from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES
 
-        name = text(name, "the name of a Tensor")
+        name = as_text(name, "the name of a Tensor")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         if type(tensor).__name__ != "PyCapsule" and not (
@@ -195,7 +199,7 @@ class Tensor:
                 "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored "
                 "in C-Order are supported."
             )
-        datatype = PROTOCOL.get(data.dtype)
+        datatype = PROTOCOL_DATATYPES.get(data.dtype)
         if datatype is None:
             raise TritonModelException("DLPack tensor type is not supported.")
         converted: Tensor = object.__new__(Tensor)
@@ -212,7 +216,7 @@ class Tensor:
 
     def triton_dtype(self) -> int:
         """Return Triton's number of the datatype: 1 is BOOL, 13 BYTES, 14 BF16."""
-        return NUMBER[self._datatype]
+        return TYPE_NUMBERS[self._datatype]
 
     def is_cpu(self) -> bool:
         """Check whether the tensor is in host memory."""
@@ -261,19 +265,19 @@ class Tensor:
     def as_call_input(self) -> CallInput:
         """Return the tensor as an input of a call of another model."""
         array = self._array()
-        wire: bytes | memoryview
+        wire_data: bytes | memoryview
         if self._datatype == "BYTES":
-            wire = encode_bytes(array)
+            wire_data = encode_bytes(array)
         else:
-            wire = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        return CallInput(self._name, self._datatype, tuple(array.shape), wire)
+            wire_data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        return CallInput(self._name, self._datatype, tuple(array.shape), wire_data)
 
     def _device(self) -> tuple[int, int]:
         data = self._data
         if isinstance(data, np.ndarray) or data.device.type == "cpu":
             return _CPU
-        kind, number = data.__dlpack_device__()
-        return int(kind), int(number)
+        device_type, device_number = data.__dlpack_device__()
+        return int(device_type), int(device_number)
 
     def _array(self) -> Array:
         """Return the tensor in host memory; BF16 as bit patterns."""
@@ -324,14 +328,14 @@ class ReceivedTensor(Tensor):
     def as_call_input(self) -> CallInput:
         """Return the tensor as an input of a call; a tensor in shared memory is not copied."""
         source = self._data
-        wire: Any = source.raw if source.memory_range is None else source.memory_range
+        wire_data: Any = source.raw if source.memory_range is None else source.memory_range
         if source.memory_range is None and source.on_device:
             from shmserve.workers.memory.tensors import to_host
 
-            wire = to_host(source.raw)
-        return CallInput(self._name, self._datatype, source.shape, wire)
+            wire_data = to_host(source.raw)
+        return CallInput(self._name, self._datatype, source.shape, wire_data)
 
-    def own(self) -> None:
+    def detach(self) -> None:
         """Detach the tensor, because the model keeps it beyond its request."""
         self._data.detach()
 
@@ -341,8 +345,8 @@ class ReceivedTensor(Tensor):
         tensor = self._data.torch()
         if tensor.device.type == "cpu":
             return _CPU
-        kind, number = tensor.__dlpack_device__()
-        return int(kind), int(number)
+        device_type, device_number = tensor.__dlpack_device__()
+        return int(device_type), int(device_number)
 
     def _array(self) -> Array:
         return self._data.numpy()

@@ -55,13 +55,13 @@ from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.memory.static_plan import CudaRecorder, Graphs, Recorder
 from shmserve.workers.tensor_specs import (
-    Description,
+    FileDescription,
     as_configured,
-    as_model_sees,
     as_scalars,
     complete,
+    with_generated_tensors,
 )
-from shmserve.workers.user_code import in_words
+from shmserve.workers.user_code import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PytorchBackend(Backend):
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
-        self._loaded: tuple[Program, Description | None] | None = None
+        self._opened_program: tuple[Program, FileDescription | None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add inputs, outputs and batch size of an exported program to the configuration.
@@ -90,19 +90,21 @@ class PytorchBackend(Backend):
                 inputs or outputs are missing.
         """
         spec = ModelSpec.of(config)
-        program, description = self._program(spec)
+        program, description = self._open_program(spec)
         if description is not None:
-            most = int(self.context.backend_config.get("default-max-batch-size", "4"))
-            return complete(config, description, most)
+            default_max_batch_size = int(
+                self.context.backend_config.get("default-max-batch-size", "4")
+            )
+            return complete(config, description, default_max_batch_size)
         if not spec.input or not spec.output:
-            raise InvalidArgument(_what_to_write(spec, program))
+            raise InvalidArgument(_missing_tensors_message(spec, program))
         return config
 
     def load(self, config: ModelSpec) -> None:
         """Load the file and match it with the configuration."""
-        signature = Signature(as_model_sees(config), self.context.version)
+        signature = Signature(with_generated_tensors(config), self.context.version)
         _set_options(config.parameters)
-        program, description = self._program(config)
+        program, description = self._open_program(config)
         self._arguments = ArgumentBinding(signature.name, list(signature.inputs), program.arguments)
         _check_strings(signature, self._arguments.strings)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
@@ -116,7 +118,7 @@ class PytorchBackend(Backend):
         self._signature = signature
         cleaning = _boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
         self._empties_cache = cleaning and self._device.torch.type == "cuda"
-        self._serving = program
+        self._program = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
@@ -127,41 +129,47 @@ class PytorchBackend(Backend):
         inputs = as_scalars(self._runner.inputs(requests), self._scalars)
         graphs = self._graphs
         with self._grad_free():
-            with self._runner.calling():
-                outputs = self._call(inputs) if graphs is None else graphs.run(inputs)
+            with self._runner.detecting_writes():
+                outputs = self._call_program(inputs) if graphs is None else graphs.run(inputs)
             outputs = as_configured(outputs, self._signature)
             responses = self._runner.responses(requests, outputs)
         if self._empties_cache:
             torch.cuda.empty_cache()
         return responses
 
-    def _call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        program = self._serving
+    def _call_program(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        program = self._program
         for name in self._arguments.strings & inputs.keys():
-            inputs = {**inputs, name: _texts(inputs[name])}
+            inputs = {**inputs, name: _decode_strings(inputs[name])}
         args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
         try:
-            return self._results.name(program.call(*args, **kwargs))
+            return self._results.map_outputs(program.call(*args, **kwargs))
         except UnicodeDecodeError as error:
-            text = f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
-            raise InvalidArgument(text) from None
+            problem = (
+                f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
+            )
+            raise InvalidArgument(problem) from None
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
-        plan = self._runner.memory_plan(config, self._serving.module)
+        plan = self._runner.memory_plan(config, self._program.module)
         graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
         if use_graphs and (plan is None or recorder is None):
-            why = "its shapes are not fixed" if plan is None else "its device does not support them"
-            logger.warning("model '%s' runs without CUDA graphs: %s", signature.name, why)
+            reason = (
+                "its shapes are not fixed" if plan is None else "its device does not support them"
+            )
+            logger.warning("model '%s' runs without CUDA graphs: %s", signature.name, reason)
         if plan is None:
             return None
         if use_graphs and recorder is not None:
             try:
                 with self._grad_free():
-                    graphs = Graphs(plan, signature, self._device.torch, self._call, recorder)
+                    graphs = Graphs(
+                        plan, signature, self._device.torch, self._call_program, recorder
+                    )
             except Exception as error:  # any error, because not every model can be captured
                 logger.warning(
-                    "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
+                    "model '%s' runs without CUDA graphs: %s", signature.name, describe_error(error)
                 )
             else:
                 plan = replace(plan, workspace=graphs.workspace)
@@ -172,23 +180,23 @@ class PytorchBackend(Backend):
         """Return the recorder of CUDA graphs on this device, if there is one."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
-    def _program(self, config: ModelSpec) -> tuple[Program, Description | None]:
-        if self._loaded is None:
-            path = self._find(config)
+    def _open_program(self, config: ModelSpec) -> tuple[Program, FileDescription | None]:
+        if self._opened_program is None:
+            path = self._find_file(config)
             if path.suffix == ".py":
                 program = load_class(path, self._device, self.context.model_name, config.parameters)
-                self._loaded = program, None
+                self._opened_program = program, None
             elif path.suffix == ".pt2":
                 program, exported = load_exported(path, self._device)
-                self._loaded = program, describe(exported)
+                self._opened_program = program, describe(exported)
             else:
-                self._loaded = load_script(path, self._device), None
-        return self._loaded
+                self._opened_program = load_script(path, self._device), None
+        return self._opened_program
 
-    def _find(self, config: ModelSpec) -> Path:
-        named = config.default_model_filename or config.runtime
-        names = [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES
-        return self.context.model_file(names, named or " or ".join(_FILES))
+    def _find_file(self, config: ModelSpec) -> Path:
+        configured = config.default_model_filename or config.runtime
+        names = [configured] if configured.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES
+        return self.context.model_file(names, configured or " or ".join(_FILES))
 
 
 def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
@@ -198,10 +206,10 @@ def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
     """
     for spec in signature.inputs.values():
         if (spec.datatype == "BYTES") != (spec.name in strings):
-            takes = "List[str] in TorchScript" if spec.name in strings else "a tensor"
+            accepted = "List[str] in TorchScript" if spec.name in strings else "a tensor"
             raise InvalidArgument(
                 f"input '{spec.name}' of model '{signature.name}' has data_type "
-                f"{TO_CONFIG[spec.datatype]}, but the model takes {takes}: only List[str] takes "
+                f"{TO_CONFIG[spec.datatype]}, but the model takes {accepted}: only List[str] takes "
                 "TYPE_STRING"
             )
     for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
@@ -213,12 +221,12 @@ def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
                 )
 
 
-def _texts(array: Any) -> list[str]:
+def _decode_strings(array: Any) -> list[str]:
     """Return the elements of a BYTES input, in order."""
-    return [_text(element) for element in array.reshape(-1)]
+    return [_decode_string(element) for element in array.reshape(-1)]
 
 
-def _text(element: bytes) -> Any:
+def _decode_string(element: bytes) -> Any:
     """Return an element as str, or as bytes if it is not UTF-8, which TorchScript accepts, too."""
     try:
         return element.decode()
@@ -227,7 +235,7 @@ def _text(element: bytes) -> Any:
 
 
 # The switches of TorchScript that Triton's parameters set.
-_JIT = {
+_JIT_SWITCHES = {
     "ENABLE_JIT_EXECUTOR": "_jit_set_profiling_executor",
     "ENABLE_JIT_PROFILING": "_jit_set_profiling_mode",
     "ENABLE_TENSOR_FUSER": "_jit_set_texpr_fuser_enabled",
@@ -237,7 +245,7 @@ _JIT = {
 def _set_options(parameters: dict[str, str]) -> None:
     if _boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
-    for key, switch in _JIT.items():
+    for key, switch in _JIT_SWITCHES.items():
         if key in parameters:
             getattr(torch._C, switch)(_boolean(parameters, key, True))
     for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
@@ -249,15 +257,17 @@ def _set_options(parameters: dict[str, str]) -> None:
         torch.set_num_threads(int(value))
     # Torch permits this only before parallel work has started.
     with contextlib.suppress(RuntimeError):
-        inter = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get("NUM_INTEROP_THREADS")
-        if inter and inter.isdecimal():
-            torch.set_num_interop_threads(int(inter))
+        thread_count = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get(
+            "NUM_INTEROP_THREADS"
+        )
+        if thread_count and thread_count.isdecimal():
+            torch.set_num_interop_threads(int(thread_count))
 
 
-def _what_to_write(config: ModelSpec, program: Program) -> str:
-    names = [a.name for a in program.arguments] if program.arguments else ["INPUT__0"]
+def _missing_tensors_message(config: ModelSpec, program: Program) -> str:
+    names = [argument.name for argument in program.arguments] if program.arguments else ["INPUT__0"]
     inputs = ", ".join(
-        f'{{ name: "{n}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for n in names
+        f'{{ name: "{name}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for name in names
     )
     return (
         f"model '{config.name}': the model file does not contain the datatypes and shapes "

@@ -36,13 +36,13 @@ from shmserve.errors import Internal, InvalidArgument, Unavailable, missing_pack
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.device import Device, preload_scripted
-from shmserve.workers.memory.tensors import PROTOCOL
-from shmserve.workers.tensor_specs import Described, Description, fits_scalar
-from shmserve.workers.user_code import import_file, in_words
+from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES
+from shmserve.workers.tensor_specs import FileDescription, FileTensor, fits_scalar
+from shmserve.workers.user_code import describe_error, import_file
 
 logger = logging.getLogger(__name__)
 
-_INDEXED = re.compile(r".*__(\d+)")
+_INDEXED_NAME = re.compile(r".*__(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ class ArgumentBinding:
         if arguments is None:
             positions = _positions(model, "input", inputs, len(inputs))
         else:
-            position_by_name = {argument.name: at for at, argument in enumerate(arguments)}
+            position_by_name = {
+                argument.name: position for position, argument in enumerate(arguments)
+            }
             if all(name in position_by_name for name in inputs):
                 positions = [position_by_name[name] for name in inputs]
             else:
@@ -87,17 +89,20 @@ class ArgumentBinding:
                 positions = _positions(model, "input", inputs, len(arguments))
             missing = [
                 argument.name
-                for at, argument in enumerate(arguments)
-                if argument.required and at not in positions
+                for position, argument in enumerate(arguments)
+                if argument.required and position not in positions
             ]
             if missing:
                 raise InvalidArgument(
-                    f"model '{model}' takes the argument(s) {_list(missing)}, but its "
-                    f"configuration has no input of this name; the inputs are {_list(inputs)}"
+                    f"model '{model}' takes the argument(s) {_quoted_list(missing)}, but its "
+                    "configuration has no input of this name; the inputs are "
+                    f"{_quoted_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
         self.strings = frozenset(
-            name for at, name in self.by_position if arguments is not None and arguments[at].strings
+            name
+            for position, name in self.by_position
+            if arguments is not None and arguments[position].strings
         )
 
     @staticmethod
@@ -105,7 +110,7 @@ class ArgumentBinding:
         if len(inputs) > len(arguments):
             raise InvalidArgument(
                 f"the configuration of model '{model}' has {len(inputs)} inputs, but its forward "
-                f"takes {len(arguments)}: {_list([argument.name for argument in arguments])}"
+                f"takes {len(arguments)}: {_quoted_list([argument.name for argument in arguments])}"
             )
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -152,7 +157,7 @@ class ResultBinding:
         limit = len(outputs) if count is None else count
         self._positions = _positions(model, "output", outputs, limit, strict=count is not None)
 
-    def name(self, result: Any) -> dict[str, Any]:
+    def map_outputs(self, result: Any) -> dict[str, Any]:
         """Return the value of each output.
 
         Raises:
@@ -168,23 +173,28 @@ class ResultBinding:
             # All outputs are then mapped by field: the order may differ.
             return self._by_key(dict(zip(fields, result, strict=True)))
         values = result if isinstance(result, (tuple, list)) else (result,)
-        lost = [
+        missing = [
             name
-            for name, at in zip(self._outputs, self._positions, strict=True)
-            if at >= len(values)
+            for name, position in zip(self._outputs, self._positions, strict=True)
+            if position >= len(values)
         ]
-        if lost:
+        if missing:
             raise Internal(
-                f"model '{self._model}' returned {len(values)} output(s), but not {_list(lost)}"
+                f"model '{self._model}' returned {len(values)} output(s), but not "
+                f"{_quoted_list(missing)}"
             )
-        return {name: values[at] for name, at in zip(self._outputs, self._positions, strict=True)}
+        return {
+            name: values[position]
+            for name, position in zip(self._outputs, self._positions, strict=True)
+        }
 
     def _by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        lost = [name for name in self._outputs if name not in result]
-        if lost:
+        missing = [name for name in self._outputs if name not in result]
+        if missing:
             raise Internal(
-                f"model '{self._model}' returned the output(s) {_list(list(map(str, result)))}, "
-                f"but its configuration names {_list(lost)}"
+                f"model '{self._model}' returned the output(s) "
+                f"{_quoted_list(list(map(str, result)))}, but its configuration names "
+                f"{_quoted_list(missing)}"
             )
         return {name: result[name] for name in self._outputs}
 
@@ -192,18 +202,18 @@ class ResultBinding:
 def _positions(
     model: str, side: str, names: Sequence[str], limit: int, strict: bool = True
 ) -> list[int]:
-    matches = [_INDEXED.fullmatch(name) for name in names]
+    matches = [_INDEXED_NAME.fullmatch(name) for name in names]
     if names and all(matches):
         indices = [int(match[1]) for match in matches if match]
-        for at, index in enumerate(indices):
-            if index in indices[:at]:
+        for number, index in enumerate(indices):
+            if index in indices[:number]:
                 raise InvalidArgument(
-                    f"{side}s '{names[indices.index(index)]}' and '{names[at]}' of model '{model}' "
-                    "have the same index: the number after '__' is the position"
+                    f"{side}s '{names[indices.index(index)]}' and '{names[number]}' of model "
+                    f"'{model}' have the same index: the number after '__' is the position"
                 )
             if strict and index >= limit:
                 raise InvalidArgument(
-                    f"{side} '{names[at]}' of model '{model}' has the index {index}, but the "
+                    f"{side} '{names[number]}' of model '{model}' has the index {index}, but the "
                     f"largest possible is {limit - 1}: the number after '__' is the position, "
                     "from 0"
                 )
@@ -214,12 +224,12 @@ def _positions(
             "mapped by their order in the configuration",
             model,
             side,
-            _list(names),
+            _quoted_list(names),
         )
     return list(range(len(names)))
 
 
-def _list(names: Sequence[str]) -> str:
+def _quoted_list(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
@@ -244,14 +254,14 @@ class Program:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _converting_errors(path: Path) -> Iterator[None]:
     """Convert errors to messages that name the file, except those of memory."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        problem = f"cannot be read: {in_words(error)}"
+        problem = f"cannot be read: {describe_error(error)}"
         # The error class is defined in the module pickle.
         if type(error).__name__ == "UnpicklingError":
             problem = "contains objects that are not tensors"
@@ -265,7 +275,7 @@ def load_script(path: Path, device: Device) -> Program:
         InvalidArgument: The file was written by `torch.save`, or cannot be read.
     """
     try:
-        with _reading(path), warnings.catch_warnings():
+        with _converting_errors(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             preload_scripted()
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
@@ -280,20 +290,26 @@ def load_script(path: Path, device: Device) -> Program:
     schema = module.forward.schema
     inputs = schema.arguments[1:]
     arguments = [
-        Argument(item.name, not item.has_default_value(), strings=_is_strings(item.type))
-        for item in inputs
+        Argument(
+            argument.name, not argument.has_default_value(), strings=_is_strings(argument.type)
+        )
+        for argument in inputs
     ]
     single_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
-    call, count = module, None
+    call, result_count = module, None
     if len(schema.returns) == 1:
-        kind = schema.returns[0].type
-        if isinstance(kind, torch._C.TupleType):
-            count = len(kind.elements())
-        elif isinstance(kind, torch._C.TensorType):
-            count = 1
-        elif _is_strings(kind):  # a list of strings is a single output, not a list of outputs
-            call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
-    return Program(call, None if single_dict else arguments, count, single_dict, module=module)
+        result_type = schema.returns[0].type
+        if isinstance(result_type, torch._C.TupleType):
+            result_count = len(result_type.elements())
+        elif isinstance(result_type, torch._C.TensorType):
+            result_count = 1
+        elif _is_strings(
+            result_type
+        ):  # a list of strings is a single output, not a list of outputs
+            call, result_count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
+    return Program(
+        call, None if single_dict else arguments, result_count, single_dict, module=module
+    )
 
 
 def _is_strings(kind: Any) -> bool:
@@ -309,32 +325,34 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
     Raises:
         InvalidArgument: The archive holds pickled objects, or cannot be read.
     """
-    with _tensors_only(), _reading(path):
+    with _tensors_only(), _converting_errors(path):
         exported = torch.export.load(path)
-    if device.remote:
+    if device.needs_copies:
         from torch.export.passes import move_to_device_pass
 
         exported = move_to_device_pass(exported, device.torch)
     signature = exported.graph_signature
     # Non-tensor arguments were fixed at export and must be passed unchanged.
     leaves = list(signature.user_inputs)
-    tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, str)]
+    tensor_positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, str)]
     module = exported.module()
     unflatten = torch.utils._pytree.tree_unflatten
     in_spec = exported.call_spec.in_spec
     assert in_spec is not None
 
     def call(*values: torch.Tensor) -> Any:
-        filled: list[Any] = leaves.copy()
-        for at, value in zip(tensors, values, strict=True):
-            filled[at] = value
-        args, kwargs = unflatten(filled, in_spec)
+        all_values: list[Any] = leaves.copy()
+        for position, value in zip(tensor_positions, values, strict=True):
+            all_values[position] = value
+        args, kwargs = unflatten(all_values, in_spec)
         return module(*args, **kwargs)
 
-    flat = all(leaf.is_leaf() for leaf in in_spec.children()[0].children())
-    plain = flat and len(tensors) == len(leaves) and not in_spec.children()[1].children()
-    arguments = [Argument(str(leaves[at])) for at in tensors]
-    return Program(module if plain else call, arguments, None, module=module), exported
+    is_flat = all(leaf.is_leaf() for leaf in in_spec.children()[0].children())
+    has_only_tensors = (
+        is_flat and len(tensor_positions) == len(leaves) and not in_spec.children()[1].children()
+    )
+    arguments = [Argument(str(leaves[position])) for position in tensor_positions]
+    return Program(module if has_only_tensors else call, arguments, None, module=module), exported
 
 
 @contextlib.contextmanager
@@ -344,13 +362,13 @@ def _tensors_only() -> Iterator[None]:
     It otherwise unpickles other objects in an archive, which may execute code.
     """
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
     try:
         yield
     finally:
         del os.environ[names[0]]
-        os.environ.update(before)
+        os.environ.update(saved)
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -359,18 +377,20 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
     The module is compiled with `torch.compile` if the configuration's parameters have options for
     it.
     """
-    kind = _module_class(import_file(path, f"shmserve_model_{name}"), path)
-    module: torch.nn.Module = kind()
-    if kind.forward is torch.nn.Module.forward:
-        raise InvalidArgument(f"class '{kind.__name__}' in '{path.name}' has no method 'forward'")
+    module_class = _module_class(import_file(path, f"shmserve_model_{name}"), path)
+    module: torch.nn.Module = module_class()
+    if module_class.forward is torch.nn.Module.forward:
+        raise InvalidArgument(
+            f"class '{module_class.__name__}' in '{path.name}' has no method 'forward'"
+        )
     weights = _find_weights(path)
     if weights is not None:
-        state = _read_weights(weights)
+        weights_by_name = _read_weights(weights)
         try:
-            module.load_state_dict(state)
+            module.load_state_dict(weights_by_name)
         except (RuntimeError, TypeError) as error:
             raise InvalidArgument(
-                f"'{weights.name}' does not fit the class '{kind.__name__}': {error}"
+                f"'{weights.name}' does not fit the class '{module_class.__name__}': {error}"
             ) from error
     module.to(device.torch).eval()
     arguments = _arguments(module.forward)
@@ -380,7 +400,7 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
     try:
         compiled = torch.compile(module, **options)
     except Exception as error:
-        raise InvalidArgument(f"parameter '{COMPILE_KEY}': {in_words(error)}") from error
+        raise InvalidArgument(f"parameter '{COMPILE_KEY}': {describe_error(error)}") from error
     return Program(compiled, arguments, None, module=module)
 
 
@@ -390,20 +410,22 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
         for _, value in sorted(vars(module).items())
         if isinstance(value, type) and issubclass(value, torch.nn.Module)
     ]
-    own = [kind for kind in classes if kind.__module__ == module.__name__] or classes
-    if not own:
+    own_classes = [
+        module_class for module_class in classes if module_class.__module__ == module.__name__
+    ] or classes
+    if not own_classes:
         raise InvalidArgument(f"'{path.name}' does not define a subclass of torch.nn.Module")
-    for kind in own:
-        if kind.__name__ == "Model":
-            return kind
-    if len(own) > 1:
+    for module_class in own_classes:
+        if module_class.__name__ == "Model":
+            return module_class
+    if len(own_classes) > 1:
         logger.warning(
             "'%s' defines %s: %s is served. To select a class, name it 'Model'",
             path.name,
-            ", ".join(kind.__name__ for kind in own),
-            own[0].__name__,
+            ", ".join(module_class.__name__ for module_class in own_classes),
+            own_classes[0].__name__,
         )
-    return own[0]
+    return own_classes[0]
 
 
 def _find_weights(path: Path) -> Path | None:
@@ -417,11 +439,11 @@ def _read_weights(path: Path) -> dict[str, Any]:
             load_file = importlib.import_module("safetensors.torch").load_file
         except ImportError as error:
             raise Unavailable(missing_package(f"'{path.name}'", error, "torch")) from error
-        read = load_file
+        read_file = load_file
     else:
-        read = partial(torch.load, map_location="cpu", weights_only=True)
-    with _reading(path):
-        state: dict[str, Any] = read(path)
+        read_file = partial(torch.load, map_location="cpu", weights_only=True)
+    with _converting_errors(path):
+        state: dict[str, Any] = read_file(path)
     return state
 
 
@@ -441,11 +463,11 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
 
 
 def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
-    text = parameters.get(COMPILE_KEY)
-    if text is None:
+    options_json = parameters.get(COMPILE_KEY)
+    if options_json is None:
         return None
     try:
-        options = json.loads(text)
+        options = json.loads(options_json)
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"parameter '{COMPILE_KEY}' is not a JSON object: {error}") from None
     if not isinstance(options, dict):
@@ -456,7 +478,7 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
 _UNBOUNDED = 2**31
 
 
-def describe(exported: torch.export.ExportedProgram) -> Description:
+def describe(exported: torch.export.ExportedProgram) -> FileDescription:
     """Describe the inputs and outputs in the graph of a program.
 
     Raises:
@@ -465,7 +487,7 @@ def describe(exported: torch.export.ExportedProgram) -> Description:
     signature = exported.graph_signature
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
     names = [name for name in signature.user_inputs if isinstance(name, str)]
-    inputs = tuple(_described(name, values[name]) for name in names)
+    inputs = tuple(_describe_tensor(name, values[name]) for name in names)
     results = [
         spec.arg.name if isinstance(spec.arg, TensorArgument) else None
         for spec in signature.output_specs
@@ -473,22 +495,22 @@ def describe(exported: torch.export.ExportedProgram) -> Description:
     ]
     labels = _labels(exported, len(results))
     outputs = tuple(
-        _described(label, values[result])
+        _describe_tensor(label, values[result])
         for label, result in zip(labels, results, strict=True)
         if result is not None
     )
-    return Description(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
+    return FileDescription(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
 
 
-def _described(name: str, value: Any) -> Described:
-    datatype = PROTOCOL.get(value.dtype)
+def _describe_tensor(name: str, value: Any) -> FileTensor:
+    datatype = PROTOCOL_DATATYPES.get(value.dtype)
     if datatype is None:
         raise InvalidArgument(
             f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
         )
     dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
     symbols = tuple("" if isinstance(size, int) else str(size) for size in value.shape)
-    return Described(name, datatype, dims, symbols)
+    return FileTensor(name, datatype, dims, symbols)
 
 
 def _labels(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]:
@@ -497,16 +519,18 @@ def _labels(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]
         if issubclass(out_spec.type, Mapping):
             return [str(key) for key in out_spec.context]
         if hasattr(out_spec.type, "_fields") or hasattr(out_spec.context, "_fields"):
-            named = out_spec.context if hasattr(out_spec.context, "_fields") else out_spec.type
-            return list(named._fields)
-    return [f"OUTPUT__{at}" for at in range(count)]
+            named_tuple = (
+                out_spec.context if hasattr(out_spec.context, "_fields") else out_spec.type
+            )
+            return list(named_tuple._fields)
+    return [f"OUTPUT__{index}" for index in range(count)]
 
 
-def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Described]) -> int:
-    leading = {tensor.leading for tensor in tensors}
-    if len(leading) != 1 or "" in leading:
+def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[FileTensor]) -> int:
+    batch_symbols = {tensor.leading_symbol for tensor in tensors}
+    if len(batch_symbols) != 1 or "" in batch_symbols:
         return 0
-    symbol = leading.pop()
+    symbol = batch_symbols.pop()
     for symbolic, bounds in exported.range_constraints.items():
         if str(symbolic) == symbol:
             upper = bounds.upper
@@ -515,25 +539,25 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Des
 
 
 def check(
-    signature: Signature, description: Description, by_position: Sequence[tuple[int, str]]
+    signature: Signature, description: FileDescription, by_position: Sequence[tuple[int, str]]
 ) -> None:
     """Check a configuration against an exported program.
 
     Raises:
         InvalidArgument: The configuration contradicts the program.
     """
-    flat = any(spec.ragged for spec in signature.inputs.values())
-    most = 0 if flat else signature.max_batch_size
-    if most > 0 and description.largest_batch == 0:
+    is_ragged = any(spec.ragged for spec in signature.inputs.values())
+    max_batch_size = 0 if is_ragged else signature.max_batch_size
+    if max_batch_size > 0 and description.largest_batch == 0:
         raise InvalidArgument(
-            f"model '{signature.name}' has max_batch_size {most}, but its program was exported "
-            "with a fixed first dimension: export it with "
+            f"model '{signature.name}' has max_batch_size {max_batch_size}, but its program was "
+            "exported with a fixed first dimension: export it with "
             "dynamic_shapes={...: {0: torch.export.Dim('batch')}}"
         )
-    if most > description.largest_batch:
+    if max_batch_size > description.largest_batch:
         raise InvalidArgument(
-            f"model '{signature.name}' has max_batch_size {most}, but its program was exported for "
-            f"{description.largest_batch} at most"
+            f"model '{signature.name}' has max_batch_size {max_batch_size}, but its program was "
+            f"exported for {description.largest_batch} at most"
         )
     for position, name in by_position:
         spec, tensor = signature.inputs[name], description.inputs[position]
@@ -544,7 +568,7 @@ def check(
             )
         if spec.ragged:
             continue  # the output may have any number of dimensions
-        if fits_scalar(spec, tensor) and most == 0:
+        if fits_scalar(spec, tensor) and max_batch_size == 0:
             continue
         dims = spec.model_dims
         expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims

@@ -27,14 +27,16 @@ from shmserve.workers.backends import Backend, ModelContext, Request, Response, 
 from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
 from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, VllmAnswer, output
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
-from shmserve.workers.batch.response_stream import MOST_WAIT_S
+from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S
 from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
-_NOT_READ = f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
+_NOT_READ = (
+    f"the client has read no response for {MAX_CREDIT_WAIT_S:g} s; no more responses are sent"
+)
 # The prefix of vLLM's own metrics.
 _METRICS = "vllm:"
 _SINGLE = ("num_input_tokens", "usage")  # outputs that belong to the whole request, not to a sample
@@ -223,7 +225,7 @@ class VllmBackend(Backend):
 
 async def _arrives(credit: asyncio.Event) -> bool:
     with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(credit.wait(), MOST_WAIT_S)
+        return await asyncio.wait_for(credit.wait(), MAX_CREDIT_WAIT_S)
     return False
 
 

@@ -192,7 +192,7 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
     scheduler.add(2, max_tokens=12, **GREEDY)
     for _ in range(4):
         scheduler.step()
-    scheduler.rig.instance.link._take(CancelExecution(1))
+    scheduler.rig.instance.link._dispatch(CancelExecution(1))
     while 1 not in scheduler.ended:
         scheduler.listen()
     scheduler.run()
@@ -202,7 +202,7 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
 
 def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
-    scheduler.rig.instance.link._take(CancelExecution(1))
+    scheduler.rig.instance.link._dispatch(CancelExecution(1))
     running = dict(scheduler.running)
     while 1 not in scheduler.ended:
         scheduler.listen()
