@@ -291,7 +291,8 @@ def test_a_port_that_is_taken(models: Path) -> None:
     assert found.returncode == 2
     assert re.fullmatch(
         rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
-        rf"\(by .*, pid {os.getpid()}\)\n",
+        rf"\(by .*, pid {os.getpid()}\); stop the program that listens there, or set another "
+        r"--grpc-port\n",
         found.stderr,
     )
 

@@ -223,13 +223,16 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model-version=3", "--request-id=a b", "--timeout-us=500", "--output=Y"]
+    options += ["--parameter=explain=true", "--parameter=top=0.5", "--parameter=k=-3"]
+    options += ["--parameter=mode=a=b", '--parameter=quoted="1"', "--parameter=empty="]
     assert run("m", url(server), "--input=X=[[]]", *options) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output == {"name": "Y", "datatype": "INT32", "shape": [1, 0], "data": [[]]}
     ((path, request),) = server.asked  # type: ignore[attr-defined]
     assert path == "/v2/models/m/versions/3/infer"
     assert request["id"] == "a b"
-    assert request["parameters"] == {"deadline_us": 500}
+    parameters = {"explain": True, "top": 0.5, "k": -3, "mode": "a=b", "quoted": "1", "empty": ""}
+    assert request["parameters"] == {"deadline_us": 500, **parameters}
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 
@@ -244,6 +247,11 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=hello"], 2, """quote a string: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
+        (["m", "--input=X=1", "--parameter=a"], 2, "--parameter: expected NAME=VALUE, got 'a'"),
+        (["m", "--input=X=1", "--parameter=a=[1]"], 2, "'a' must be true, false, a number or a"),
+        (["m", "--input=X=1", "--parameter=a=null"], 2, "or a string, got null"),
+        (["m", "--input=X=1", f"--parameter=a={2**63}"], 2, "'a' must be a 64-bit integer"),
+        (["m", "--input=X=1", "--parameter=a=NaN"], 2, "'a' must be a finite number, got NaN"),
         (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
