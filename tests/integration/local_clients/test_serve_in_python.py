@@ -31,6 +31,10 @@ class Double:
         return x * 2
 
 
+class ApplicationError(ShmserveError):
+    """An error of the program, which the server's failures must not be reported as."""
+
+
 class Broken(Double):
     def load(self, context: object) -> None:
         raise RuntimeError("the weights are gone")
