@@ -37,7 +37,7 @@ def main(names: list[str]) -> int:
         records = [play(product, group) for product in (ours, theirs)]
         for script in group.scripts:
             total += 1
-            mine, other = (found[script.name] for found in records)
+            mine, other = (recorded[script.name] for recorded in records)
             if isinstance(mine, str) or isinstance(other, str):
                 told = [text for text in (mine, other) if isinstance(text, str)]
             else:

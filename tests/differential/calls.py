@@ -83,10 +83,10 @@ class Caller:
         with grpc.InferenceServerClient(self._address) as client:
             last: Any = None
             while True:
-                found = client.get_inference_statistics(model, as_json=True)
-                if found == last:
-                    return _counts(found["model_stats"][0])
-                last = found
+                statistics = client.get_inference_statistics(model, as_json=True)
+                if statistics == last:
+                    return _counts(statistics["model_stats"][0])
+                last = statistics
                 time.sleep(0.15)
 
 

@@ -133,8 +133,8 @@ class Player:
 
     def _pending(self) -> int:
         with urllib.request.urlopen(self._metrics, timeout=10) as page:
-            found = _PENDING.findall(page.read().decode())
-        return sum(int(float(count)) for name, count in found if name in self._queues)
+            ports = _PENDING.findall(page.read().decode())
+        return sum(int(float(count)) for name, count in ports if name in self._queues)
 
 
 def _comparable(visit: Visit) -> dict[str, Any]:

@@ -54,12 +54,14 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             scheduler.step()
             scheduler.swap(next(iter(scheduler.running.values())))
         scheduler.run()
-        found = {key: scheduler.tokens(key) for key in prompts}
+        generated = {key: scheduler.tokens(key) for key in prompts}
     for key, prompt in prompts.items():
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + found[key]])).logits[0, len(prompt) - 1 : -1]
+            logits = reference(torch.tensor([prompt + generated[key]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         best = logits.amax(-1)
-        mine = logits.gather(1, torch.tensor(found[key]).unsqueeze(1)).squeeze(1)
+        mine = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
         assert bool((best - mine < _CLOSE).all()), f"a greedy text differs behind {prompt}"
 
 

@@ -96,7 +96,7 @@ class Calls:
 
     def by_function(self) -> dict[str, float]:
         """The calls a request, those of C functions with the Python function that called them."""
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
         for entry in self._profile.getstats():
             code: CodeType | str = entry.code
             if isinstance(code, str) or code.co_filename.startswith(_NOT_COUNTED):
@@ -104,8 +104,8 @@ class Calls:
             inner = [call for call in entry.calls or () if isinstance(call.code, str)]
             count = entry.callcount + sum(call.callcount for call in inner)
             name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-            found[name] = found.get(name, 0) + count / BATCH
-        return found
+            counts[name] = counts.get(name, 0) + count / BATCH
+        return counts
 
 
 @dataclass(frozen=True)

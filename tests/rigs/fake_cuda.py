@@ -75,10 +75,10 @@ class FakeCuda:
 
     def open(self, handle: bytes, device: int) -> int:
         """As in `Cuda`; a handle that is open already is opened no second time."""
-        found = self._exported.get(handle)
-        if found is None or found.device != device:
+        allocation = self._exported.get(handle)
+        if allocation is None or allocation.device != device:
             raise CudaError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
-        pointer = ctypes.addressof(found.buffer) + found.inside
+        pointer = ctypes.addressof(allocation.buffer) + allocation.inside
         assert not self._open[pointer], "the handle is open already"
         self._open[pointer] += 1
         self.asked.append(("open", device))
@@ -90,10 +90,10 @@ class FakeCuda:
         self.asked.append(("close", device))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        for found in self._exported.values():
-            base = ctypes.addressof(found.buffer)
-            if base <= pointer < base + len(found.buffer):
-                return base, len(found.buffer)
+        for allocation in self._exported.values():
+            base = ctypes.addressof(allocation.buffer)
+            if base <= pointer < base + len(allocation.buffer):
+                return base, len(allocation.buffer)
         raise CudaError("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
     def uuid(self, device: int) -> bytes:

@@ -53,17 +53,17 @@ def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
 
 def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
     """The outputs of a response: texts, JSON as values, numbers."""
-    found: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
     for output in inferred_of(message).outputs:
         assert isinstance(output.data, bytes)
         if output.datatype == "INT32":
-            found[output.name] = np.frombuffer(output.data, np.int32).tolist()
+            outputs[output.name] = np.frombuffer(output.data, np.int32).tolist()
             continue
         texts = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
-        found[output.name] = [text.decode() for text in texts.ravel()]
+        outputs[output.name] = [text.decode() for text in texts.ravel()]
         if output.name in ("logprobs", "usage", "stop_reason"):
-            found[output.name] = [json.loads(text or "null") for text in found[output.name]]
-    return found
+            outputs[output.name] = [json.loads(text or "null") for text in outputs[output.name]]
+    return outputs
 
 
 @dataclass(eq=False)

@@ -91,11 +91,11 @@ def fill_shared_memory(repository: Path) -> None:
             check=False,
         )
         assert told.returncode == 0, told.stderr
-        found = json.loads(told.stdout)
-        status, text = found.pop("sparse")
+        report = json.loads(told.stdout)
+        status, text = report.pop("sparse")
         assert status == 503
         assert "shared memory is full" in text
-        assert found == {
+        assert report == {
             "small": 200,
             "infer": 200,
             "right": True,

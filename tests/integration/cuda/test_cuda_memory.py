@@ -130,8 +130,8 @@ def infer(client: triton.InferenceServerClient, source: str = "r", target: str =
 
 
 def second_half(shm: Any, region: Any) -> np.ndarray:
-    found: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [2 * SIDE, SIDE])[SIDE:]
-    return found
+    result: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [2 * SIDE, SIDE])[SIDE:]
+    return result
 
 
 def copied(server: Server) -> float:
@@ -252,8 +252,8 @@ def test_an_exporter_that_is_killed(
     try:
         infer(client, "theirs", "mine")
     except InferenceServerException as error:
-        found = error.status()
-        assert found in ("400", "500", "503"), found
+        status = error.status()
+        assert status in ("400", "500", "503"), status
     server.wait_ready()
     shm.set_shared_memory_region(region, [X])
     infer(client, "mine", "mine")

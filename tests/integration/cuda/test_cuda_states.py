@@ -64,8 +64,8 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
 
 def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:
     x = np.ones((1, 1), np.float32)
-    found: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
-    return found
+    outputs: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
+    return outputs
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -134,7 +134,7 @@ def beams(oracle: Oracle) -> Beams:
     """Return a function for the texts of a beam search, best first."""
 
     def texts(prompt: str, count: int, width: int) -> list[str]:
-        found = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)
-        return [text for _, text in found]
+        expected = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)
+        return [text for _, text in expected]
 
     return texts

@@ -182,9 +182,11 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
     completion = client.completions.create(
         model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2
     )
-    found = completion.choices[0].logprobs
-    assert found is not None and found.tokens is not None and found.top_logprobs is not None
-    assert len(found.tokens) == 3 and all(len(top) >= 1 for top in found.top_logprobs)
+    logprobs = completion.choices[0].logprobs
+    assert (
+        logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
+    )
+    assert len(logprobs.tokens) == 3 and all(len(top) >= 1 for top in logprobs.top_logprobs)
     chat = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "a"}],
@@ -241,8 +243,8 @@ def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
 
 def test_embeddings(client: openai.OpenAI) -> None:
     texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
-    found = client.embeddings.create(model="embedder", input=texts)
-    assert [row.embedding for row in found.data] == [[len(t), ord(t[0])] for t in texts]
+    embeddings = client.embeddings.create(model="embedder", input=texts)
+    assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
     plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
     assert plain.data[0].embedding == [3, ord("x")]
 
@@ -269,11 +271,11 @@ def test_texts_and_tokens_are_those_of_transformers(
     body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
     ids = tokenizer(prompt, add_special_tokens=special).input_ids
     with generative.http() as http:
-        found = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
+        tokenized = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
         text = http.post("/detokenize", {"model": "tiny", "tokens": ids}).ok().json()
-    assert (found["tokens"], found["count"]) == (ids, len(ids))
-    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
-    assert found["max_model_len"] > 1
+    assert (tokenized["tokens"], tokenized["count"]) == (ids, len(ids))
+    assert tokenized["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert tokenized["max_model_len"] > 1
     assert text == {"prompt": tokenizer.decode(ids)}
 
 
@@ -282,10 +284,10 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
     for generation in (True, False):
         body = {"model": "tiny", "messages": messages, "add_generation_prompt": generation}
         with generative.http() as http:
-            found = http.post("/tokenize", body).ok().json()
+            tokenized = http.post("/tokenize", body).ok().json()
         kind = {"tokenize": True, "return_dict": False, "add_generation_prompt": generation}
-        assert found["tokens"] == tokenizer.apply_chat_template(messages, **kind)
-        assert found["token_strs"] is None
+        assert tokenized["tokens"] == tokenizer.apply_chat_template(messages, **kind)
+        assert tokenized["token_strs"] is None
 
 
 @pytest.mark.parametrize(
@@ -322,8 +324,8 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
         def listed() -> dict[str, Any]:
-            found = client.models.list()
-            return {model.id: (model.model_extra or {})["max_model_len"] for model in found}
+            models = client.models.list()
+            return {model.id: (model.model_extra or {})["max_model_len"] for model in models}
 
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
         assert client.models.retrieve("night").id == "night"
@@ -446,10 +448,10 @@ def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
 def test_a_beam_search_finds_what_transformers_finds(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt=prompt, max_tokens=COUNT, n=3, extra_body={"use_beam_search": True}
     )
-    assert [choice.text for choice in found.choices] == beams(prompt, COUNT, 3)
+    assert [choice.text for choice in completion.choices] == beams(prompt, COUNT, 3)
 
 
 @pytest.mark.parametrize("model", ["guessing", "drafting"])

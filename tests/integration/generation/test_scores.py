@@ -56,8 +56,8 @@ def test_a_completion_with_its_prompt(
     asked: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
     asked |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    found: Any = client.completions.create(**asked, stream=stream)
-    events: Any = found if stream else [found]
+    response: Any = client.completions.create(**asked, stream=stream)
+    events: Any = response if stream else [response]
     choices = [choice for event in events for choice in event.choices]
     for index in (0, 1):
         parts = [choice for choice in choices if choice.index == index]
@@ -90,10 +90,10 @@ def test_an_evaluation_finds_what_transformers_finds(
     """Sends the requests of lm-eval's `local-completions`, and evaluates the responses like it."""
     continuations = [tokens[:4], tokens[2:7], tokens[:1]]
     prompts = [[*tokens, *continuation] for continuation in continuations]
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
     )
-    for choice, prompt in zip(found.choices, prompts, strict=True):
+    for choice, prompt in zip(completion.choices, prompts, strict=True):
         told = choice.logprobs
         assert told is not None and told.token_logprobs is not None
         assert told.top_logprobs is not None

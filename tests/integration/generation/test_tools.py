@@ -139,8 +139,8 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
     body = asked("long", tools=TOOLS)
-    found = streamed(client, body, kill=server)
-    assert (json.loads(found[2]), found[3]) == (SCRIPTS["long"][3], "tool_calls")
+    answers = streamed(client, body, kill=server)
+    assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 
 def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:

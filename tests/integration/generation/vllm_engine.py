@@ -192,20 +192,20 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice:
         "max_tokens": 100,
         "temperature": 0,
     }
-    found = []
+    texts = []
     for port in (server.http_port, peer):
         made = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
         message = made["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        found.append((calls, message.get("content") or "", made["finish_reason"]))
-    assert found[0] == found[1]
+        texts.append((calls, message.get("content") or "", made["finish_reason"]))
+    assert texts[0] == texts[1]
 
 
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
-        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
-    assert all(body.count('"finish_reason":"length"') == 1 for body in found)
+        bodies = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
+    assert all(body.count('"finish_reason":"length"') == 1 for body in bodies)
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
@@ -239,9 +239,9 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
-    found = response.status, json.loads(response.read())
+    reply = response.status, json.loads(response.read())
     connection.close()
-    return found
+    return reply
 
 
 def is_idle(server: Server) -> bool:
@@ -256,17 +256,17 @@ def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
     )
     theirs = json.loads(complete(peer, **asked, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
-    status, found = posted(
+    status, reply = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
-    assert "there is no adapter 'x'" in found["error"]["message"]
+    assert "there is no adapter 'x'" in reply["error"]["message"]
     given = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **asked})
-    status, found = posted(
+    status, reply = posted(
         server.http_port, "/v2/models/tiny/generate", {**given, "sampling_parameters": sampled}
     )
-    assert (status, found["text_output"]) == (200, mine)
+    assert (status, reply["text_output"]) == (200, mine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -276,7 +276,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     If the characters before the tag are incomplete, a later token completes its text. In that case
     vLLM's parser assigns it to the content.
     """
-    found = []
+    messages = []
     for port in (server.http_port, peer):
         made = []
         for seed in range(5):
@@ -297,9 +297,9 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
                     for name in parts:
                         parts[name] += message.get(name) or ""
             made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
-        found.append(made)
-    assert found[0] == found[1]
-    assert any(each["reasoning"] and each["content"] for each in found[0])
+        messages.append(made)
+    assert messages[0] == messages[1]
+    assert any(each["reasoning"] and each["content"] for each in messages[0])
 
 
 def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
@@ -316,8 +316,8 @@ def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
             for port in (server.http_port, peer)
         )
         assert mine == theirs
-    status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
-    assert status == 400, found
+    status, reply = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
+    assert status == 400, reply
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("GET", "/v1/models/tiny")
     assert json.loads(connection.getresponse().read())["max_model_len"] == 512
@@ -335,9 +335,9 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     else:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
-    status, found = posted(server.http_port, path, body, **headers)
-    assert status == (400 if limit == "parameter" else 503), found
-    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
+    status, reply = posted(server.http_port, path, body, **headers)
+    assert status == (400 if limit == "parameter" else 503), reply
+    assert "Request timeout expired (300000 microseconds" in json.dumps(reply)
     until("nothing runs", lambda: is_idle(server), 10.0)
 
 
@@ -371,8 +371,8 @@ def test_metrics_of_vllm_count(server: Server) -> None:
 
 def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
-    status, found = posted(server.http_port, "/v1/completions", body)
-    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    status, reply = posted(server.http_port, "/v1/completions", body)
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
 
 
 # --- the end of processes
@@ -380,11 +380,11 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 def shared_memory(server: Server) -> set[str]:
     """The objects of Python's multiprocessing that the server's processes use."""
-    found = set()
+    texts = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found |= {memory_map.path for memory_map in child.memory_maps()}
-    return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
+            texts |= {memory_map.path for memory_map in child.memory_maps()}
+    return {path for path in texts if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 
 @pytest.mark.parametrize("killed", ["engine", "worker"])

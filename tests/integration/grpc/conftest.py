@@ -88,10 +88,10 @@ def unix_socket(server: Server) -> Path:
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
 def door(request: pytest.FixtureRequest) -> Way:
-    found: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
+    way: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
     if request.param == "unix":
-        return Way(found.server, f"unix:{unix_socket(found.server)}")
-    return found
+        return Way(way.server, f"unix:{unix_socket(way.server)}")
+    return way
 
 
 @pytest.fixture(params=["whole", "cut"])

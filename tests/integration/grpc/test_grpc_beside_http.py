@@ -107,17 +107,17 @@ def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
         for name in ("INPUT0", "INPUT1"):
             tensor = triton.InferInput(name, [1, 16], "INT32")
             tensors.append(tensor.set_data_from_numpy(a + (name == "INPUT1")))
-        found = client.infer("simple", tensors, request_id="7")
-        assert found.get_response().id == "7"
-        assert (found.as_numpy("OUTPUT0") == 2 * a + 1).all()
-        assert (found.as_numpy("OUTPUT1") == -1).all()
+        result = client.infer("simple", tensors, request_id="7")
+        assert result.get_response().id == "7"
+        assert (result.as_numpy("OUTPUT0") == 2 * a + 1).all()
+        assert (result.as_numpy("OUTPUT1") == -1).all()
 
 
 def test_sizes(client: triton.InferenceServerClient) -> None:
     for count in (0, 1, 1024, 1 << 20):
         values = np.arange(count, dtype=np.float32)
-        found = client.infer("identity", row(values)).as_numpy("OUTPUT0")
-        assert (found == values).all()
+        output = client.infer("identity", row(values)).as_numpy("OUTPUT0")
+        assert (output == values).all()
 
 
 def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
@@ -147,11 +147,11 @@ def test_what_others_ask(client: triton.InferenceServerClient) -> None:
 
 
 def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     done = threading.Semaphore(0)
 
     def take(result: Any, error: Any) -> None:
-        found.append(error if result is None else result.get_response().id)
+        results.append(error if result is None else result.get_response().id)
         done.release()
 
     client.start_stream(take)
@@ -163,8 +163,8 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
             assert done.acquire(timeout=20)
     finally:
         client.stop_stream()
-    assert "'nobody' is not found" in str(found.pop(3))
-    assert found == ["0", "1", "2", "4", "5", "6", "7"]
+    assert "'nobody' is not found" in str(results.pop(3))
+    assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
 def test_an_overlap_in_a_stream_says_whose_it_is(
@@ -335,15 +335,15 @@ def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
 
 
 def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     done = threading.Event()
 
     def take(result: Any, error: Any) -> None:
-        found.append((result, error))
+        results.append((result, error))
         done.set()
 
     for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
-        found.clear()
+        results.clear()
         done.clear()
         stranger.start_stream(take, headers=headers)
         try:
@@ -352,15 +352,15 @@ def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> N
             assert done.wait(20)
         finally:
             stranger.stop_stream()
-        result, error = found[0]
+        result, error = results[0]
         assert (error and error.status()) == expected
         assert (result is None) == bool(expected)
 
 
 def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> None:
     headers = bearer(PROGRAM)
-    found = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
-    assert (found == VALUES).all()
+    output = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
+    assert (output == VALUES).all()
     assert stranger.get_server_metadata(headers).name == "triton"
     code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
     assert (code, text) == (

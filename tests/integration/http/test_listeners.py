@@ -246,9 +246,9 @@ def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
         assert http.get("/v2", {"Host": os.uname().nodename}).status == 200
         reply = http.post("/v2/repository/index", None, {"Sec-Fetch-Site": "cross-site"})
         assert reply.status == 403
-        found = http.get("/v2").headers
-        assert found["X-Content-Type-Options"] == "nosniff"
-        assert not {"Server", "Access-Control-Allow-Origin"} & set(found)
+        headers = http.get("/v2").headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert not {"Server", "Access-Control-Allow-Origin"} & set(headers)
 
 
 PAGE = "https://app.example.com"

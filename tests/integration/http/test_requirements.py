@@ -246,9 +246,9 @@ def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> N
         with contextlib.closing(Http(port)) as http:
             assert http.get(path, {"Host": f"evil.example:{port}"}).status == 421
             assert http.get(path, {"Host": f"127.0.0.1:{port}"}).status == 200
-            found = http.get(path).headers
-            assert found["X-Content-Type-Options"] == "nosniff"
-            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(found)
+            headers = http.get(path).headers
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(headers)
 
 
 def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:

@@ -74,13 +74,13 @@ def count(server: Server) -> int:
 
 def changes(reader: EventReader) -> list[tuple[int, int]]:
     """Return the changes of the number of instances until it is one again."""
-    found: list[tuple[int, int]] = []
+    responses: list[tuple[int, int]] = []
     for told in reader.follow():
         if isinstance(told.event, m.InstancesChanged):
-            found.append((told.event.before, told.event.count))
+            responses.append((told.event.before, told.event.count))
             if told.event.count == 1:
                 break
-    return found
+    return responses
 
 
 def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:

@@ -307,13 +307,13 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
 
 def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
     """The model updates the buffer in place in each request."""
-    found = []
+    states = []
     for at in range(5):
         result = client.infer("in_place", {"INPUT": number(2)}, sequence=1, start=at == 0)
-        found.append(result["OUTPUT"][0].tolist())
+        states.append(result["OUTPUT"][0].tolist())
     client.infer("in_place", {"INPUT": number(2)}, sequence=1, end=True)
-    assert [total for total, _ in found] == [2, 4, 6, 8, 10]
-    assert len({where for _, where in found}) == 1
+    assert [total for total, _ in states] == [2, 4, 6, 8, 10]
+    assert len({where for _, where in states}) == 1
 
 
 def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:

@@ -261,8 +261,8 @@ def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = F
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
         "parameters": {"sequence_id": who, "sequence_start": start, "sequence_end": end},
     }
-    found = http.infer("sums", body)
-    return [int(each) for each in found.tensors()["OUT"].flat]
+    reply = http.infer("sums", body)
+    return [int(each) for each in reply.tensors()["OUT"].flat]
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])

@@ -27,13 +27,13 @@ def call(target: str) -> dict:
 
 
 def test_a_model_calls_another(http: Http) -> None:
-    found = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
-    assert (found == np.arange(16)).all()
+    output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
+    assert (output == np.arange(16)).all()
 
 
 def test_calls_at_the_same_time(http: Http) -> None:
-    found = http.infer("async_caller", call("simple")).tensors()["OUTPUT0"]
-    assert (found == 2 * np.arange(16)).all()
+    output = http.infer("async_caller", call("simple")).tensors()["OUTPUT0"]
+    assert (output == 2 * np.arange(16)).all()
 
 
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
@@ -56,8 +56,10 @@ def test_many_calls(server: Server) -> None:
 
 def test_self_description(http: Http) -> None:
     values = np.arange(8, dtype=np.float32).reshape(2, 4)
-    found = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()["OUTPUT0"]
-    assert (found == 2 * values).all()
+    output = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()[
+        "OUTPUT0"
+    ]
+    assert (output == 2 * values).all()
 
 
 def test_a_model_logs(server: Server, http: Http) -> None:

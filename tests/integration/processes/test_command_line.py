@@ -289,9 +289,9 @@ def test_check_loads_models_of_a_gpu_on_the_cpu(repository: Path) -> None:
     config.write_text(config.read_text() + "instance_group { kind: KIND_GPU gpus: 7 }\n")
     assert run_command("check", str(repository)).returncode == 2
     told = run_command("check", str(repository), "--on-cpu", "--json")
-    found = json.loads(told.stdout)
-    assert (told.returncode, found["models"][0]["outcome"]) == (0, "ok")
-    assert found["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}
+    report = json.loads(told.stdout)
+    assert (told.returncode, report["models"][0]["outcome"]) == (0, "ok")
+    assert report["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}
 
 
 def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
@@ -385,8 +385,8 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         assert ask(capsys, "load", there, "halves") == (0, [], "")
         for arguments in (("ready",), ("ready", "halves")):
             assert ask(capsys, *arguments, there) == (0, [{"ready": True}], "")
-        _, found, _ = ask(capsys, "models", there)
-        assert [row["name"] for row in found] == ["completed", "halves", "text"]
+        _, output, _ = ask(capsys, "models", there)
+        assert [row["name"] for row in output] == ["completed", "halves", "text"]
         _, (config,), _ = ask(capsys, "config", "halves", there)
         _, every, _ = ask(capsys, there, "stats")
         _, (stats,), _ = ask(capsys, there, "stats", "halves", "--model-version=1")
@@ -401,7 +401,7 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")
         assert region == {"name": "r", "offset": 0, "byte_size": 4096}
-        printed.append((found, config, stats))
+        printed.append((output, config, stats))
     for line in printed[1:]:
         assert line == printed[0]
 

@@ -142,6 +142,6 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
 
 def output(script: str) -> str:
     """Return the output of a script, which must not log anything else."""
-    found = run_python("-c", script, timeout_s=20)
-    assert found.stderr == ""
-    return found.stdout
+    run = run_python("-c", script, timeout_s=20)
+    assert run.stderr == ""
+    return run.stdout

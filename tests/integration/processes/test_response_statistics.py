@@ -38,8 +38,8 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
             assert ended(told) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
-        (found,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
-    rows = found["response_stats"]
+        (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
+    rows = statistics["response_stats"]
     counts = {
         index: {name: entry["count"] for name, entry in row.items()} for index, row in rows.items()
     }
@@ -58,7 +58,10 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     for row in rows.values():
         parts = row["compute_infer"]["ns"] + row["compute_output"]["ns"]
         assert parts == row["success"]["ns"] + row["empty_response"]["ns"]
-    assert (found["inference_count"], found["inference_stats"]["success"]["count"]) == (2, 2)
+    assert (statistics["inference_count"], statistics["inference_stats"]["success"]["count"]) == (
+        2,
+        2,
+    )
     over_grpc_too = {index: row.success.count for index, row in over_grpc.response_stats.items()}
     assert over_grpc_too == {"0": 2, "1": 1, "2": 1, "3": 0}
     first = {
@@ -88,8 +91,8 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
 
     def cancelled() -> int:
         with repeating.http() as http:
-            (found,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
-        return sum(row["cancel"]["count"] for row in found["response_stats"].values())
+            (statistics,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
+        return sum(row["cancel"]["count"] for row in statistics["response_stats"].values())
 
     until("the cancellation is counted", lambda: cancelled() == 1)
     assert (

@@ -142,10 +142,10 @@ def test_what_others_took_is_told(
 
 
 def slow_lines(server: Server, model: str) -> list[Any]:
-    found = re.findall(
+    lines = re.findall(
         rf"inference of model '{model}' was slow: (\{{.*?\}})(?: |$)(.*)", server.log()
     )
-    return [(json.loads(told), more) for told, more in found]
+    return [(json.loads(told), more) for told, more in lines]
 
 
 def test_slow_requests_are_logged(server: Server) -> None:
@@ -302,8 +302,8 @@ def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) 
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
     until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
-    found = [more for more, _ in slow_lines(server, "late") if more.get("error")]
-    assert found[-1]["total_us"] >= 50_000
+    failures = [more for more, _ in slow_lines(server, "late") if more.get("error")]
+    assert failures[-1]["total_us"] >= 50_000
 
 
 def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:
@@ -541,9 +541,9 @@ def spans_of(made: Collector, count: int) -> dict[str, Any]:
     """Wait for `count` spans; return them by name, the first of each."""
     until(f"{count} spans have come", lambda: len(made.spans) >= count)
     assert len(made.spans) == count
-    found = {span.name: span for span in reversed(made.spans)}
+    spans = {span.name: span for span in reversed(made.spans)}
     made.spans.clear()
-    return found
+    return spans
 
 
 PARTS = ("queue", "compute_input", "compute", "compute_output")

@@ -148,5 +148,5 @@ def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
                 wait_workers(server, count)
         assert server.find_one("scheduler simple").pid == scheduler
         assert not stream.troubles()
-    found = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
-    assert found == ["1", "2"], "how much there is, whenever that changes"
+    counts = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
+    assert counts == ["1", "2"], "how much there is, whenever that changes"

@@ -46,8 +46,8 @@ def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> trit
 
 
 def stats(http: Http, model: str) -> dict[str, Any]:
-    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-    return dict(found)
+    (statistics,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(statistics)
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
@@ -131,9 +131,9 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
         for _ in range(2):
             http.infer("regions", into).ok()
         http.unregister("cached").ok()
-    found = stats(http, "regions")
-    assert found["execution_count"] == 4
-    assert found["inference_stats"]["cache_miss"]["count"] == 0
+    statistics = stats(http, "regions")
+    assert statistics["execution_count"] == 4
+    assert statistics["inference_stats"]["cache_miss"]["count"] == 0
 
 
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:

@@ -56,6 +56,6 @@ def ended(told: Told) -> int:
 
 def failed(told: Told) -> str:
     """Return the error that ends the responses."""
-    while not isinstance(found := told.get(timeout=30), triton.InferenceServerException):
+    while not isinstance(result := told.get(timeout=30), triton.InferenceServerException):
         pass
-    return str(found)
+    return str(result)

@@ -64,8 +64,8 @@ def string(text: str, data: st.DataObject) -> str:
 
 def is_doubled(value: Any) -> bool:
     if isinstance(value, Members):
-        found = [name for name, _ in value.pairs]
-        return len(set(found)) < len(found) or any(is_doubled(held) for _, held in value.pairs)
+        names = [name for name, _ in value.pairs]
+        return len(set(names)) < len(names) or any(is_doubled(held) for _, held in value.pairs)
     return isinstance(value, list) and any(map(is_doubled, value))
 
 

@@ -177,8 +177,8 @@ def test_every_route_has_a_scope() -> None:
     ],
 )
 def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] | None) -> None:
-    found = ROUTES.find(path)
-    assert (found and found[1]) == parts
+    route = ROUTES.find(path)
+    assert (route and route[1]) == parts
 
 
 def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http) -> None:

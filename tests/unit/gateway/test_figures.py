@@ -123,11 +123,11 @@ def test_models_are_ranked_by_their_problem(
 def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     lost = [0] * 5 + [1] * 10 + [3] * 400
     rows = rows_of(*(report(workers_lost=count) for count in lost), every_s=10.0)
-    found = [count["because"].removesuffix(" within an hour") for count in rows]
-    assert found[4:7] == ["", "1 worker died", "1 worker died"]
-    assert found[15:365] == ["3 workers died"] * 350
-    assert found[366] == "2 workers died", "the first one died an hour ago"
-    assert found[375:] == [""] * 40
+    reasons = [count["because"].removesuffix(" within an hour") for count in rows]
+    assert reasons[4:7] == ["", "1 worker died", "1 worker died"]
+    assert reasons[15:365] == ["3 workers died"] * 350
+    assert reasons[366] == "2 workers died", "the first one died an hour ago"
+    assert reasons[375:] == [""] * 40
     # What fails now hurts more than what died long ago.
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 
@@ -165,7 +165,7 @@ def test_a_generative_model_has_token_rates() -> None:
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(times_ns: list[int], q: float) -> None:
     seen = Histogram(BOUNDS, 1_000_000_000)
     seen.observe(*times_ns)
-    found = quantile(q, BOUNDS, seen.report()["counts"])
+    estimate = quantile(q, BOUNDS, seen.report()["counts"])
     rank = min(
         int(q * len(times_ns)) if q * len(times_ns) % 1 else int(q * len(times_ns)) - 1,
         len(times_ns) - 1,
@@ -173,4 +173,4 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(times_ns: list[int], q: f
     true_s = sorted(times_ns)[max(rank, 0)] / 1e9
     bucket = next((at for at, bound in enumerate(BOUNDS) if true_s <= bound), len(BOUNDS))
     low = BOUNDS[bucket - 1] if bucket else 0.0
-    assert low <= found <= BOUNDS[min(bucket, len(BOUNDS) - 1)]
+    assert low <= estimate <= BOUNDS[min(bucket, len(BOUNDS) - 1)]

@@ -23,13 +23,13 @@ def chat(**body: Any) -> dict[str, Any]:
 
 def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
     frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
-    found = []
+    events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
@@ -126,7 +126,7 @@ def test_unsupported_fields_are_refused(case: str) -> None:
 def test_items_are_ordered_and_stored() -> None:
     made = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
     call = {"index": 0, "id": "call_1", "name": "f", "arguments": '{"a'}
-    found = events(
+    events_out = events(
         made,
         [
             Delta(0, "", message={"reasoning": "hm"}),
@@ -136,7 +136,7 @@ def test_items_are_ordered_and_stored() -> None:
             Delta(0, "", "stop", usage=USAGE, message={}),
         ],
     )
-    kinds = [event["type"].removeprefix("response.") for event in found]
+    kinds = [event["type"].removeprefix("response.") for event in events_out]
     part = ["output_item.added", "content_part.added"]
     ends = ["content_part.done", "output_item.done"]
     assert kinds == [
@@ -146,7 +146,7 @@ def test_items_are_ordered_and_stored() -> None:
         *("output_item.added", *["function_call_arguments.delta"] * 2),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
-    response = found[-1]["response"]
+    response = events_out[-1]["response"]
     reasoning, message, function = response["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"][0]["text"] == "Look" and message["status"] == "completed"
@@ -197,8 +197,8 @@ def test_a_failed_stream_ends_with_an_error() -> None:
     ],
 )
 def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:
-    found = json.loads(responses.response_error(InvalidArgument(message)))["error"]
-    assert found["param"] == param and found["message"].startswith(f"{param}: ")
+    error_body = json.loads(responses.response_error(InvalidArgument(message)))["error"]
+    assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
     assert ROUTES.find("/v1/responses")[0].error_form is responses.response_error  # type: ignore[index]
 
 

@@ -95,8 +95,8 @@ def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None
         [{"X": {"b64": "BQAAAAYAAAA="}}],
     ]
     path.write_text(json.dumps({"data": entries}))
-    found = [values(item)["X"] for item in data.items(BATCHED, Given(source=str(path)))]
-    assert found == [[[1, 2]], [[3, 4]], [[5, 6]]]
+    values_of_x = [values(item)["X"] for item in data.items(BATCHED, Given(source=str(path)))]
+    assert values_of_x == [[[1, 2]], [[3, 4]], [[5, 6]]]
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         "    for n in itertools.count():\n"
         "        yield {'X': [[n, n]]}\n"
     )
-    found = data.items(BATCHED, Given(source=str(path)))
-    assert len(found) == 1000
-    assert values(found[7])["X"] == [[7, 7]]
+    items = data.items(BATCHED, Given(source=str(path)))
+    assert len(items) == 1000
+    assert values(items[7])["X"] == [[7, 7]]
 
 
 @pytest.mark.parametrize(

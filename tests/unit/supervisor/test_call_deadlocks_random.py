@@ -97,11 +97,11 @@ class World:
                 rig.pass_time(20 * MS)
 
     def deliver(self, model: int, report: CallsWaiting) -> None:
-        found = self.waits.report(model, report, self.rigs[0].now)
+        deadlocks = self.waits.report(model, report, self.rigs[0].now)
         self.collect()
-        if found is not None:
+        if deadlocks is not None:
             deadlocked, failures = self.deadlocked(), len(self.failed)
-            self.rigs[model].supervisor(found)
+            self.rigs[model].supervisor(deadlocks)
             self.collect()
             assert len(self.failed) == failures + 1
             assert self.failed[-1] in deadlocked, "the call could have gone on"

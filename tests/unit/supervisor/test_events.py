@@ -92,8 +92,8 @@ async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
             publisher.publish(STARTED)
             arrived = await asyncio.to_thread(reader._next, 5000)
             assert arrived is not None
-            _, header, found = arrived
-            assert (header.sequence, found) == (1, [STARTED])
+            _, header, body = arrived
+            assert (header.sequence, body) == (1, [STARTED])
         await until_async(lambda: not publisher.is_followed(publications.PROCESSES))
     assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
@@ -216,8 +216,8 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
         holder.append(feed(publisher, states, asked))
         holder[0].models_changed()  # nobody hears of it
         with EventReader(run_dir) as reader:
-            found = await asyncio.to_thread(reader.snapshot)
-            assert [told.event for told in found] == [
+            snapshot = await asyncio.to_thread(reader.snapshot)
+            assert [told.event for told in snapshot] == [
                 READY,
                 m.ModelChanged("a", "1", "LOADING", ""),
                 STARTED,

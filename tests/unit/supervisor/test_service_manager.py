@@ -211,8 +211,8 @@ def test_sockets_are_taken_by_their_names() -> None:
         socket.create_server(("127.0.0.1", 0)) as grpc,
     ):
         ports = [listener.getsockname()[1] for listener in (http, grpc)]
-        found = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
-        assert ask([http, grpc], "http:grpc") == [str(found), "[]"]
+        addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
+        assert ask([http, grpc], "http:grpc") == [str(addresses), "[]"]
         assert ask([http], "http", pid="1") == ["{}", "[]"]
         (wrong, left) = ask([http, grpc], "http:other")
         assert wrong == (

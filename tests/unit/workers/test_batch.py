@@ -142,10 +142,10 @@ def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
 @given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
 def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
     byte_size = rows * row
-    found = buffer_capacity(byte_size, rows, most)
-    assert byte_size <= found <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
+    capacity = buffer_capacity(byte_size, rows, most)
+    assert byte_size <= capacity <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
     if row * max(rows, most) <= 64 * MIB:
-        assert found == (row * max(rows, most) if rows else 0), "never grown"
+        assert capacity == (row * max(rows, most) if rows else 0), "never grown"
 
 
 def test_a_ragged_input_comes_flat() -> None:

@@ -531,8 +531,8 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
         inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
         inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
     )
-    found = [[decoded(reply, name) for name in outputs] for reply in replies]
-    assert found == [
+    outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
+    assert outputs_by_reply == [
         [[["1x", "2y"]], [["2", "2"]]],
         [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
     ]

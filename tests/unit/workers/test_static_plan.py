@@ -42,15 +42,15 @@ def plan(made: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 
 def test_the_plan_in_mb() -> None:
-    found = plan(config((1000, 250), 4), 3_000_000)
-    assert found is not None
-    assert found.buckets == (1, 2, 4)
-    assert found.byte_size(2) == (2_000_000, 2_000_000)
-    assert replace(found, workspace=500_000).text() == (
+    placed = plan(config((1000, 250), 4), 3_000_000)
+    assert placed is not None
+    assert placed.buckets == (1, 2, 4)
+    assert placed.byte_size(2) == (2_000_000, 2_000_000)
+    assert replace(placed, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
         "(1: 1.00 + 1.00, 2: 2.00 + 2.00, 4: 4.00 + 4.00), workspace 0.50"
     )
-    assert found.text().endswith("workspace not known")
+    assert placed.text().endswith("workspace not known")
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(
         specs = [{"batch_size": size} for size in named]
         made["optimization"] = {"cuda": {"graph_spec": specs}}
     sizes = buckets(ModelSpec.of(made))
-    found = plan(made)
-    assert found is not None and found.buckets == sizes
+    placed = plan(made)
+    assert placed is not None and placed.buckets == sizes
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
     for rows in range(1, sizes[-1] + 1):
-        assert found.bucket(rows) == min(size for size in sizes if size >= rows)
+        assert placed.bucket(rows) == min(size for size in sizes if size >= rows)
     with pytest.raises(ValueError, match="more than the"):
-        found.bucket(sizes[-1] + 1)
+        placed.bucket(sizes[-1] + 1)
 
 
 # --- a steady stream ---------------------------------------------------------------------------

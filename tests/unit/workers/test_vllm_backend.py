@@ -141,15 +141,15 @@ class Model(Streams):
         if message.code:
             yield message.message
         elif message.schema:
-            found = {}
+            files = {}
             for output in unpack_inferred(message.schema, message.data).outputs:
                 assert isinstance(output.data, bytes)
                 if output.datatype == "BYTES":
                     array = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
-                    found[output.name] = [text.decode() for text in array.ravel()]
+                    files[output.name] = [text.decode() for text in array.ravel()]
                 else:
-                    found[output.name] = np.frombuffer(output.data, NUMPY[output.datatype]).tolist()
-            yield found
+                    files[output.name] = np.frombuffer(output.data, NUMPY[output.datatype]).tolist()
+            yield files
         if message.final:
             yield "end"
 
@@ -326,13 +326,13 @@ def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
 def test_logprobs_of_an_echoed_prompt() -> None:
     call = VllmCall(None, None, text="ab", first="<1>", top=1, prompt_top=1)
     answer = VllmAnswer(call, ["text_output", "logprobs"], [], stream=False)
-    found = output(
+    answer_parts = output(
         sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),
         finished=True,
         prompt_token_ids=[1, 2],
         prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
     )
-    made = {tensor.name: tensor.data[0] for tensor in answer.responses(found)[0]}
+    made = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
     assert made["text_output"] == b"abc"
     told = json.loads(made["logprobs"])
     first, second, third = told["content"]
@@ -347,8 +347,8 @@ def test_logprobs_of_an_echoed_prompt() -> None:
 def test_only_the_prompt() -> None:
     call = VllmCall(None, None, text="ab", only_prompt=True)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
-    found = output(sample("c", [3], finish_reason="length"), finished=True)
-    made = {tensor.name: tensor.data[0] for tensor in answer.responses(found)[0]}
+    answer_parts = output(sample("c", [3], finish_reason="length"), finished=True)
+    made = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
     assert (made["text_output"], made["finish_reason"]) == (b"ab", b"length")
     assert json.loads(made["usage"])["completion_tokens"] == 0
 
@@ -391,10 +391,10 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     given = {"model": "weights", "enforce_eager": "true", "disable_log_requests": "true"}
     (folder / "model.json").write_text(json.dumps({**given, "enable_lora": True}))
     (folder / "multi_lora.json").write_text('{"alpaca": "/a"}')
-    found = Arguments.read(folder, "m")
+    arguments = Arguments.read(folder, "m")
     engine = {"model": str(folder / "weights"), "enforce_eager": True, "enable_lora": True}
-    assert found.engine == {**engine, "served_model_name": "m"}
-    assert found.adapters == {"alpaca": "/a"}
+    assert arguments.engine == {**engine, "served_model_name": "m"}
+    assert arguments.adapters == {"alpaca": "/a"}
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,12 @@ def test_tensors_of_unexpected_sizes_are_collected(
 def test_malformed_messages_are_collected(junk: bytes, cuts: list[int], behind: bool) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
     arriving, recorded, _ = arrive(raw, cuts, [40])
-    found = arriving.whole()
-    if isinstance(found, RecordedTensors):
-        assert found is recorded[-1] and bytes(found.blocks[0]) and not found.releases
-        assert raw.endswith(found.blocks[0])
+    message = arriving.whole()
+    if isinstance(message, RecordedTensors):
+        assert message is recorded[-1] and bytes(message.blocks[0]) and not message.releases
+        assert raw.endswith(message.blocks[0])
     else:
-        assert found == raw and all(tensors.releases for tensors in recorded)
+        assert message == raw and all(tensors.releases for tensors in recorded)
 
 
 @pytest.mark.parametrize("size", [70_000, 200_000])

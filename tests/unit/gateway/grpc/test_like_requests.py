@@ -206,9 +206,9 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
                     or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
                 )
             )
-            found = prepared.find(raw) or prepared.repeat(raw, parts)
-            assert (found is not None) == bool(turn)
-            if found is None:
+            matched = prepared.find(raw) or prepared.repeat(raw, parts)
+            assert (matched is not None) == bool(turn)
+            if matched is None:
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
                 prepared.store(parts, request, model, template)

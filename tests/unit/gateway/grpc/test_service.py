@@ -51,17 +51,17 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
     plain.raw_input_contents.extend([b"a" * 64, b"b" * 200])
     other = request()
     other.raw_input_contents.extend([b"c" * 64, b"d" * 200])
-    found, identical = split(plain.SerializeToString()), split(other.SerializeToString())
-    assert found is not None and identical is not None
-    assert found[0] == identical[0]
-    assert found[1] == [b"a" * 64, b"b" * 200]
+    key, identical = split(plain.SerializeToString()), split(other.SerializeToString())
+    assert key is not None and identical is not None
+    assert key[0] == identical[0]
+    assert key[1] == [b"a" * 64, b"b" * 200]
     longer = request()
     longer.raw_input_contents.extend([b"a" * 65, b"b" * 199])
     with_other_parameter = request()
     with_other_parameter.parameters["key"].string_param = "other"
     for changed in (longer, with_other_parameter):
-        found = split(changed.SerializeToString())
-        assert found is not None and found[0] != identical[0]
+        key = split(changed.SerializeToString())
+        assert key is not None and key[0] != identical[0]
 
 
 def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:

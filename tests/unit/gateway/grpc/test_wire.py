@@ -26,9 +26,9 @@ theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
     """Everything about the messages that shows on the wire, or in a program."""
     return {
-        found
+        stats
         for message in messages
-        for found in (
+        for stats in (
             *((message.full_name, f.name, f.number, f.type, f.is_repeated) for f in message.fields),
             *fields(message.nested_types),
         )

@@ -609,11 +609,11 @@ def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
     fds = Path(f"/proc/{gateway.process.pid}/fd")
 
     def arenas() -> int:
-        found = 0
+        events = 0
         for fd in fds.iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-                found += "memfd:shmserve-arena" in os.readlink(fd)
-        return found
+                events += "memfd:shmserve-arena" in os.readlink(fd)
+        return events
 
     before = arenas()
     answer, _ = answer_from(arena, bytes(20_000))

@@ -103,10 +103,10 @@ class Asked:
 
     def raw(self) -> bytes:
         """Everything up to the end of the connection."""
-        found = b""
+        stream = b""
         while piece := self.connection.recv(65536):
-            found += piece
-        return found
+            stream += piece
+        return stream
 
     @property
     def cancelled(self) -> bool:
@@ -145,9 +145,9 @@ def ask(gateway: Rig, repeat: Scheduler) -> Iterator[Any]:
 
 def events(reply: Reply) -> list[Any]:
     assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    *found, last = reply.body.decode().split("\n\n")
+    *events, last = reply.body.decode().split("\n\n")
     assert last == ""
-    return [json.loads(event.removeprefix("data: ")) for event in found]
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 # --- generate

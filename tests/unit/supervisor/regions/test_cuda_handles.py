@@ -658,17 +658,17 @@ def test_the_peer_of_a_unix_socket_is_known(
     path = str(tmp_path / "socket")
 
     async def steps() -> None:
-        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        handle: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         class Protocol(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                found.set_result(unix_pid(transport))
+                handle.set_result(unix_pid(transport))
                 transport.close()
 
         server = await asyncio.get_running_loop().create_unix_server(Protocol, path)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
-            assert await found == os.getpid()
+            assert await handle == os.getpid()
         server.close()
         await server.wait_closed()
 

@@ -57,6 +57,6 @@ def generated(path: Path, prompt: list[int], **more: Any) -> list[int]:
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **more}
     with torch.inference_mode():
-        found = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    tokens: list[int] = found[0, len(prompt) :].tolist()
+        generated = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
     return tokens

@@ -80,9 +80,9 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
     for key, more in enumerate(wanted):
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **more)
     scheduler.run()
-    found = [scheduler.responses[key][0].keys() for key in range(len(wanted))]
+    keys = [scheduler.responses[key][0].keys() for key in range(len(wanted))]
     scored = {"text_output", "logprobs"}
-    assert found == [
+    assert keys == [
         {"text_output"},
         scored,
         scored,
@@ -147,8 +147,8 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
         for key, (more, _) in enumerate(cases):
             scheduler.add(key, **{**GREEDY, "max_tokens": 5, **more})
         scheduler.run()
-        found = [scheduler.responses[key][-1]["stop_reason"] for key in range(len(cases))]
-    assert found == [[reason] for _, reason in cases]
+        reasons = [scheduler.responses[key][-1]["stop_reason"] for key in range(len(cases))]
+    assert reasons == [[reason] for _, reason in cases]
 
 
 def test_who_takes_nothing_is_told_later_and_stops_nobody(
@@ -325,23 +325,23 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     for key in (1, 2):
         for index in (0, 1):
             assert scheduler.text(key, index) == TOKENIZER.decode(whole)
-            found = [
+            texts = [
                 token
                 for response in scheduler.responses[key]
                 if index in response["index"]
                 for token in response["logprobs"][response["index"].index(index)]["content"]
             ]
-            assert [response["token_id"] for response in found] == whole
-            assert (found[0]["logprob"], found[0]["top_logprobs"]) == (None, None)
-            for memory_range, response in enumerate(found[1:], 1):
+            assert [response["token_id"] for response in texts] == whole
+            assert (texts[0]["logprob"], texts[0]["top_logprobs"]) == (None, None)
+            for memory_range, response in enumerate(texts[1:], 1):
                 mine = wanted[memory_range - 1, whole[memory_range]]
                 assert response["logprob"] == pytest.approx(mine.item(), abs=1e-3)
                 assert response["rank"] == (wanted[memory_range - 1] > mine).sum() + 1
             characters = text.encode()
-            for response in found[: len(tokens)]:
+            for response in texts[: len(tokens)]:
                 assert characters.startswith(bytes(response["bytes"]))
                 characters = characters[len(response["bytes"]) :]
-            offsets = [response["text_offset"] for response in found]
+            offsets = [response["text_offset"] for response in texts]
             assert offsets[: len(tokens)] == [begin for begin, _ in TOKENIZER.encode(text).offsets]
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
@@ -356,11 +356,11 @@ def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Schedu
     scheduler.add(3, input_ids=[5] * 512, outputs=outputs, **settings)
     scheduler.run()
     for key, count in ((1, 64), (2, 64), (3, 512)):
-        (found,) = scheduler.responses[key]
-        assert found["text_output"] == [TOKENIZER.decode([5] * count)]
-        assert found["token_ids"] == [] and found["finish_reason"] == ["length"]
-        assert found["usage"][0]["completion_tokens"] == 0
-        assert key == 3 or len(found["logprobs"][0]["content"]) == count
+        (response,) = scheduler.responses[key]
+        assert response["text_output"] == [TOKENIZER.decode([5] * count)]
+        assert response["token_ids"] == [] and response["finish_reason"] == ["length"]
+        assert response["usage"][0]["completion_tokens"] == 0
+        assert key == 3 or len(response["logprobs"][0]["content"]) == count
 
 
 def test_the_text_alone_is_repeated_by_default(scheduler: Scheduler) -> None:
@@ -389,9 +389,9 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
         with torch.inference_mode():
             logits = reference(folder())(torch.tensor([child.tokens])).logits[0, -1]
         assert result.candidates == logits.topk(4).indices.tolist()
-    found = [g.Hypothesis(np.array([61, 62, 0], np.int32).tobytes(), "stop", -1.0),
+    hypotheses = [g.Hypothesis(np.array([61, 62, 0], np.int32).tobytes(), "stop", -1.0),
              g.Hypothesis(np.array([63], np.int32).tobytes(), "length", -2.0)]  # fmt: skip
-    scheduler.send(g.Choose(1, found))
+    scheduler.send(g.Choose(1, hypotheses))
     scheduler.finish()
     (response,) = scheduler.responses[1]
     assert response["text_output"] == [TOKENIZER.decode([61, 62]), TOKENIZER.decode([63])]
@@ -599,14 +599,14 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given, found, memory_range = StopStrings(stops, included), "", "", 0
-        while memory_range < len(text) and not found:
+        filtered, given, emitted, memory_range = StopStrings(stops, included), "", "", 0
+        while memory_range < len(text) and not emitted:
             size = chance.randrange(1, 4)
-            piece, found = filtered.add(text[memory_range : memory_range + size])
+            piece, emitted = filtered.add(text[memory_range : memory_range + size])
             given += piece
             memory_range += size
         given += filtered.flush()
-        assert (given, found) == expected(text, stops, included), (text, stops)
+        assert (given, emitted) == expected(text, stops, included), (text, stops)
 
 
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:

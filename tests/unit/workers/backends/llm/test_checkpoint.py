@@ -31,8 +31,8 @@ Folder = Callable[..., Path]
 def edit(path: Path, name: str, **more: Any) -> None:
     """Change a JSON file of a folder."""
     file = path / name
-    found = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**found, **more}))
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**settings, **more}))
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
 def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
-    found = Checkpoint.open(path)
-    assert (found.ends, found.defaults["temperature"]) == ((0, 2), 0.5)
+    checkpoint = Checkpoint.open(path)
+    assert (checkpoint.ends, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     said = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered = ChatTemplate(found.templates, found.special).render(said)
+    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(said)
     assert rendered == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own = Checkpoint.open(path)

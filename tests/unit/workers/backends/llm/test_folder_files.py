@@ -489,8 +489,8 @@ def test_one_of_several_templates_is_used(
             edit(path, name, chat_template=content)
         else:
             (path / name).write_text(content)
-    found = Checkpoint.open(path)
-    chat = ChatTemplate(found.templates, found.special)
+    checkpoint = Checkpoint.open(path)
+    chat = ChatTemplate(checkpoint.templates, checkpoint.special)
     assert chat.render({"messages": MESSAGES, **more}) == text
 
 
@@ -535,8 +535,8 @@ def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m", shards=2)
     drawn = weights(config(), seed=9)
     save_weights(path, drawn)
-    found = Checkpoint.open(path)
-    assert torch.equal(found.weight("model.norm.weight"), drawn["model.norm.weight"])
+    checkpoint = Checkpoint.open(path)
+    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn["model.norm.weight"])
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:

@@ -91,15 +91,15 @@ def plain_ints(
     scales = scales_of(*counts, torch.bfloat16)
     exact = (values - spread(zeros, weight.shape, *block)).float()
     exact = exact * spread(scales.float(), weight.shape, *block)
-    found = {"weight": values.to(torch.int8), "weight_scale": scales}
-    return found | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
+    tensors = {"weight": values.to(torch.int8), "weight_scale": scales}
+    return tensors | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
 
 
 def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
     block = (1, columns)
     made, exact = plain_ints(weight, block, symmetric, bits)
     half = 1 << bits - 1
-    found = {
+    tensors = {
         "weight_packed": packed(made["weight"].int() + half, bits),
         "weight_scale": made["weight_scale"],
         "weight_shape": torch.tensor(weight.shape),
@@ -107,8 +107,8 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
     }
     if not symmetric:
         zeros = packed((made["weight_zero_point"].int() + half).t(), bits)
-        found["weight_zero_point"] = zeros.t().contiguous()
-    return found, exact
+        tensors["weight_zero_point"] = zeros.t().contiguous()
+    return tensors, exact
 
 
 def ordered_ints(weight: torch.Tensor) -> Made:
@@ -142,14 +142,14 @@ def gptq(
         groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(1))]
     points = torch.as_tensor(points).expand(columns // group, rows)
     exact = ((values - (points[groups] + offset)).float() * scales.float()[groups]).t()
-    found = {
+    tensors = {
         "qweight": packed(values.t(), bits).t().contiguous(),
         "qzeros": packed(points, bits),
         "scales": scales,
         "g_idx": groups.int(),
         "bias": torch.zeros(rows, dtype=torch.float16),
     }
-    return found if zeros else without(found, "qzeros"), exact
+    return tensors if zeros else without(tensors, "qzeros"), exact
 
 
 def awq(
@@ -165,12 +165,12 @@ def awq(
     scales = scales_of(columns // group, rows, torch.float16)
     groups = torch.arange(columns) // group
     exact = ((values - points[groups]).float() * scales.float()[groups]).t()
-    found = {
+    tensors = {
         "qweight": packed(values, bits, order or AWQ_ORDER[bits]),
         "scales": scales,
         "qzeros": packed(points, bits, order or AWQ_ORDER[bits]),
     }
-    return found if zeros else without(found, "qzeros"), exact
+    return tensors if zeros else without(tensors, "qzeros"), exact
 
 
 def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]) -> Tensors:
@@ -259,9 +259,9 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) -> None:
     exact = folder_of(tmp_path / "m", *CASES[name])
-    found = Checkpoint.open(tmp_path / "m")
+    checkpoint = Checkpoint.open(tmp_path / "m")
     for each, weight in exact.items():
-        mine = found.weight(each)
+        mine = checkpoint.weight(each)
         assert mine.dtype == torch.float32 and torch.equal(mine, weight), each
 
 
