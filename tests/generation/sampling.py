@@ -75,5 +75,5 @@ def run(size: int, first: int = 0) -> str:
             p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first)
             p_values[str(settings)] = p_value
             assert p_value > LEAST, f"{settings}: p = {p_value:g}"
-    told = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in p_values.items())
-    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {told}"
+    summary = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in p_values.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {summary}"

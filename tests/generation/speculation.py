@@ -107,5 +107,7 @@ def run(size: int, first: int = 0) -> str:
     p_values = {str(settings): chance(settings, size, first) for settings in SETTINGS}
     for settings, figures in p_values.items():
         assert figures > LEAST, f"{settings}: p = {figures:g}"
-    told = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
-    return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {told}"
+    summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
+    return (
+        f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"
+    )

@@ -35,9 +35,9 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
     total = 0.0
     for begin in range(0, _ROWS * _LENGTH, _LENGTH):
         row = tokens[begin : begin + _LENGTH]
-        made = Pass(_LENGTH)
-        made.add(row, 0, [0])
-        logits = model.forward(made, cache, Attention(cache), list(range(_LENGTH - 1)))
+        forward_pass = Pass(_LENGTH)
+        forward_pass.add(row, 0, [0])
+        logits = model.forward(forward_pass, cache, Attention(cache), list(range(_LENGTH - 1)))
         total += float(functional.cross_entropy(logits, torch.tensor(row[1:])))
     return math.exp(total / _ROWS)
 

@@ -81,8 +81,8 @@ class FakeAcl:
         return self._call("finalize")
 
     def create_data_buffer(self, address: int, byte_size: int) -> int:
-        made: int = self._make("create_data_buffer", (address, byte_size))[0]
-        return made
+        address_of_buffer: int = self._make("create_data_buffer", (address, byte_size))[0]
+        return address_of_buffer
 
     def destroy_data_buffer(self, buffer: int) -> int:
         return self._breaker("destroy_data_buffer")(buffer)

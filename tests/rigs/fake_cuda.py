@@ -60,9 +60,9 @@ class FakeCuda:
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
         """Allocate in another process, and export."""
-        made = Exported(byte_size, device, inside)
-        self._exported[made.raw] = made
-        return made
+        export = Exported(byte_size, device, inside)
+        self._exported[export.raw] = export
+        return export
 
     def revoke(self, exported: Exported) -> None:
         """The exporter dies: nobody can open the handle any more."""
@@ -138,9 +138,9 @@ class FakeExporting:
     def allocate(self, byte_size: int, device: int) -> int:
         if byte_size > self.most:
             raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
-        made = self._cuda.export(byte_size, device)
-        pointer = ctypes.addressof(made.buffer)
-        self.allocated[pointer] = made
+        export = self._cuda.export(byte_size, device)
+        pointer = ctypes.addressof(export.buffer)
+        self.allocated[pointer] = export
         return pointer
 
     def free(self, pointer: int, device: int) -> None:

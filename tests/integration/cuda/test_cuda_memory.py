@@ -72,18 +72,18 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.url, concurrency=4) as made:
-        yield made
-        made.unregister_cuda_shared_memory()
+    with triton.InferenceServerClient(server.url, concurrency=4) as triton_client:
+        yield triton_client
+        triton_client.unregister_cuda_shared_memory()
 
 
 @pytest.fixture
 def region(shm: Any) -> Iterator[Any]:
     """Room for X and twice X."""
-    made = shm.create_shared_memory_region("r", 2 * SIZE, 0)
-    shm.set_shared_memory_region(made, [X])
-    yield made
-    shm.destroy_shared_memory_region(made)
+    handle = shm.create_shared_memory_region("r", 2 * SIZE, 0)
+    shm.set_shared_memory_region(handle, [X])
+    yield handle
+    shm.destroy_shared_memory_region(handle)
 
 
 class Child:
@@ -105,14 +105,14 @@ class Child:
 
 @pytest.fixture
 def exporter() -> Iterator[Callable[[int], Child]]:
-    made: list[Child] = []
+    children: list[Child] = []
 
     def start(byte_size: int) -> Child:
-        made.append(Child(byte_size))
-        return made[-1]
+        children.append(Child(byte_size))
+        return children[-1]
 
     yield start
-    for child in made:
+    for child in children:
         child.end()
 
 

@@ -80,20 +80,22 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.url, concurrency=4, network_timeout=120) as made:
-        yield made
-        made.unregister_cuda_shared_memory()
+    with triton.InferenceServerClient(
+        server.url, concurrency=4, network_timeout=120
+    ) as triton_client:
+        yield triton_client
+        triton_client.unregister_cuda_shared_memory()
 
 
 @pytest.fixture
 def exporter() -> Iterator[subprocess.Popen[str]]:
-    made = subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    yield made
-    made.send_signal(signal.SIGCONT)
-    made.kill()
-    made.communicate()
+    yield child
+    child.send_signal(signal.SIGCONT)
+    child.kill()
+    child.communicate()
 
 
 def infer(

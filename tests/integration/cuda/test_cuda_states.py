@@ -58,8 +58,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as made:
-        yield made
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
 
 
 def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:

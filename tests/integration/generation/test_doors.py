@@ -57,10 +57,10 @@ def test_side_by_side_the_tokens_are_those_of_transformers(
     # host.
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        made = pool.map(
+        texts_made = pool.map(
             lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
         )
-    for prompt, tokens in zip(PROMPTS, made, strict=True):
+    for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
         assert tokens == greedy(prompt, count), prompt
     for mode in modes:
         assert generative.metric("shmserve_llm_preemption", model=model, mode=mode)
@@ -112,11 +112,11 @@ def test_what_others_do_changes_no_tokens(
 ) -> None:
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        made = pool.map(
+        texts_made = pool.map(
             lambda prompt: token_ids(generative, "tight", prompt, max_tokens=count), PROMPTS
         )
         crime(generative)
-        for prompt, tokens in zip(PROMPTS, made, strict=True):
+        for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
             assert tokens == greedy(prompt, count), prompt
     until(
         "nothing is left",
@@ -161,12 +161,12 @@ def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
     whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
     texts = {0: "", 1: ""}
-    told: list[int] = []
+    records: list[int] = []
     for event in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
         texts[event.choices[0].index] += event.choices[0].text
-        told.append(event.choices[0].index)
+        records.append(event.choices[0].index)
     assert [*texts.values()] == [choice.text for choice in whole.choices]
-    assert told != sorted(told)
+    assert records != sorted(records)
 
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
@@ -256,8 +256,8 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
     assert [card["root"] for card in extra] == ["tiny", "tiny", "embedder"]
     assert [bool(card["max_model_len"]) for card in extra] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
-    made = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
-    assert made.model == "tiny"
+    completion = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
+    assert completion.model == "tiny"
     assert client.models.retrieve("tiny").owned_by == "shmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
@@ -331,8 +331,8 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
         assert client.models.retrieve("night").id == "night"
         # Retrieving a model does not load it.
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
-        made = client.completions.create(model="night", prompt="a", max_tokens=1)
-        assert made.model == "first"
+        completion = client.completions.create(model="night", prompt="a", max_tokens=1)
+        assert completion.model == "first"
         assert all(listed().values())
         with server.http() as http:
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
@@ -412,9 +412,9 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    made = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
-    assert [choice.index for choice in made.choices] == list(range(5))
-    assert made.usage is not None and made.usage.completion_tokens == 15
+    completion = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
+    assert [choice.index for choice in completion.choices] == list(range(5))
+    assert completion.usage is not None and completion.usage.completion_tokens == 15
 
 
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
@@ -457,8 +457,8 @@ def test_a_beam_search_finds_what_transformers_finds(
 @pytest.mark.parametrize("model", ["guessing", "drafting"])
 def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
-        made = token_ids(generative, model, prompt, max_tokens=60)
-        assert made == greedy(prompt, 60)
+        tokens = token_ids(generative, model, prompt, max_tokens=60)
+        assert tokens == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
     first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
     assert first == second

@@ -94,16 +94,16 @@ def test_an_evaluation_finds_what_transformers_finds(
         model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
     )
     for choice, prompt in zip(completion.choices, prompts, strict=True):
-        told = choice.logprobs
-        assert told is not None and told.token_logprobs is not None
-        assert told.top_logprobs is not None
+        logprobs = choice.logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
         part = slice(len(tokens), -1)
         rows = scores(prompt)[len(tokens) - 1 : -1]
         row = rows[range(len(rows)), prompt[len(tokens) :]]
-        assert sum(told.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
-        likeliest = [max(continuation.values()) for continuation in told.top_logprobs[part]]
+        assert sum(logprobs.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
+        likeliest = [max(continuation.values()) for continuation in logprobs.top_logprobs[part]]
         greedy = [
-            one == most for one, most in zip(told.token_logprobs[part], likeliest, strict=True)
+            one == most for one, most in zip(logprobs.token_logprobs[part], likeliest, strict=True)
         ]
         assert greedy == (rows.argmax(-1) == rows.new_tensor(prompt[len(tokens) :])).tolist()
 
@@ -131,9 +131,9 @@ def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
         logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
     ).choices[0]  # fmt: skip
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    told = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+    logprobs = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
     specials = "<|end|>", "<|user|>", "<|model|>"
-    text = told.decode(errors="replace")
+    text = logprobs.decode(errors="replace")
     for special in specials:
         text = text.replace(special, "")
     assert text.rstrip("\ufffd") == (choice.message.content or "").rstrip("\ufffd")

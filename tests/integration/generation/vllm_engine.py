@@ -101,8 +101,10 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
-    made = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**made, "bias": "none"}))
+    adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**adapter_config, "bias": "none"})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +117,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (version / "model.json").write_text(json.dumps(given))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
-    made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
+    vllm_server = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
-        made.wait_ready(within_s=START_S)
-        yield made
+        vllm_server.wait_ready(within_s=START_S)
+        yield vllm_server
     finally:
-        made.discard()
+        vllm_server.discard()
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +280,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     """
     messages = []
     for port in (server.http_port, peer):
-        made = []
+        answers = []
         for seed in range(5):
             body = {
                 "model": "tiny",
@@ -296,8 +298,8 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
                     message = choice.get("delta") or choice.get("message") or {}
                     for name in parts:
                         parts[name] += message.get(name) or ""
-            made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
-        messages.append(made)
+            answers.append({name: part.removeprefix("</think>") for name, part in parts.items()})
+        messages.append(answers)
     assert messages[0] == messages[1]
     assert any(each["reasoning"] and each["content"] for each in messages[0])
 
@@ -399,10 +401,10 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
     before = shared_memory(server)
     with ThreadPoolExecutor(1) as pool:
         asked: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "stream": True}
-        told = pool.submit(complete, server.http_port, **asked)
+        future = pool.submit(complete, server.http_port, **asked)
         until("it runs", lambda: any(gauge(server, "vllm:num_requests_running{")), 10.0)
         os.kill(process.pid, signal.SIGKILL)
-        assert "worker died" in told.result()
+        assert "worker died" in future.result()
     assert complete(server.http_port, max_tokens=3)
     assert before
     until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)

@@ -50,10 +50,10 @@ class Way:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("clients") / "models"
-    made.mkdir()
-    repositories.add(made, *_MODELS)
-    return made
+    folder_path = tmp_path_factory.mktemp("clients") / "models"
+    folder_path.mkdir()
+    repositories.add(folder_path, *_MODELS)
+    return folder_path
 
 
 @pytest.fixture(scope="module")

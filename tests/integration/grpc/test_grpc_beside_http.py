@@ -173,8 +173,8 @@ def test_an_overlap_in_a_stream_says_whose_it_is(
     """Also where the same request was understood before."""
     request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
     memory_range(request.outputs.add(name="OUTPUT0"), "twice", 16)
-    with SharedObject(SIZE) as made, stub(server) as call:
-        client.register_system_shared_memory("twice", made.key, SIZE)
+    with SharedObject(SIZE) as shared_object, stub(server) as call:
+        client.register_system_shared_memory("twice", shared_object.key, SIZE)
         right = call.ModelInfer.future(request, timeout=20)
         running = server.gate.next()
         (refusal,) = call.ModelStreamInfer(iter([request]), timeout=20)
@@ -199,30 +199,30 @@ def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
     """R6: usable over the other listener in the next call, and gone in the next."""
-    with SharedObject(2 * SIZE) as made:
-        made.write(VALUES)
+    with SharedObject(2 * SIZE) as shared_object:
+        shared_object.write(VALUES)
         for _ in range(5):
-            made.write(bytes(SIZE), SIZE)
-            http.register("over", made.key, 2 * SIZE).ok()
+            shared_object.write(bytes(SIZE), SIZE)
+            http.register("over", shared_object.key, 2 * SIZE).ok()
             for _ in range(2):  # the second time by what the first left
                 infer_in(client, "over")
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             listed = client.get_system_shared_memory_status().regions
-            assert (listed["over"].key, listed["over"].byte_size) == (made.key, 2 * SIZE)
+            assert (listed["over"].key, listed["over"].byte_size) == (shared_object.key, 2 * SIZE)
             client.unregister_system_shared_memory("over")
             assert http.regions().json() == []
             code, text = refused(lambda: infer_in(client, "over"))
             assert code == "StatusCode.NOT_FOUND"
             assert "Unable to find shared memory region: 'over'" in text
 
-            made.write(bytes(SIZE), SIZE)
-            client.register_system_shared_memory("over", made.key, 2 * SIZE)
+            shared_object.write(bytes(SIZE), SIZE)
+            client.register_system_shared_memory("over", shared_object.key, 2 * SIZE)
             request = {
                 "inputs": [shm_input("INPUT0", "FP32", [VALUES.size], "over", SIZE)],
                 "outputs": [{"name": "OUTPUT0", "parameters": in_region("over", SIZE, SIZE)}],
             }
             http.infer("identity", request).ok()
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             http.unregister("over").ok()
             assert not client.get_system_shared_memory_status().regions
             assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
@@ -392,14 +392,14 @@ def test_other_hosts_have_no_regions(
     """R3: over a listener that other hosts reach there are none, even for who has them over
     HTTP."""
     headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as made, guarded.http() as http:
+    with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(
             lambda: stranger.register_system_shared_memory(
-                "one", made.key, 2 * SIZE, headers=headers
+                "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
         assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
-        register = {"key": made.key, "byte_size": 2 * SIZE}
+        register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
         assert not stranger.get_system_shared_memory_status(headers=headers).regions
@@ -415,9 +415,11 @@ def test_no_regions_for_anybody(tmp_path: Path) -> None:
     with (
         running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as started,
         connected(started.grpc_port) as client,
-        SharedObject(SIZE) as made,
+        SharedObject(SIZE) as shared_object,
     ):
-        code, text = refused(lambda: client.register_system_shared_memory("one", made.key, SIZE))
+        code, text = refused(
+            lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
+        )
         assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
         assert not client.get_system_shared_memory_status().regions
 

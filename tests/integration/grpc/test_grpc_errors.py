@@ -24,8 +24,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def call(server: Server) -> Iterator[Any]:
-    with stub(server) as made:
-        yield made
+    with stub(server) as grpc_stub:
+        yield grpc_stub
 
 
 def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:

@@ -169,8 +169,8 @@ def test_metadata(plain: Way) -> None:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer, call = infer.with_call(request, timeout=20, metadata=sent)
         assert call.code() is grpc.StatusCode.OK
-    (told,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
-    parameters = json.loads(told[4:])["parameters"]
+    (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
+    parameters = json.loads(output[4:])["parameters"]
     assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
         "some-text": "words, and more"
     }

@@ -90,8 +90,8 @@ def test_request_id_and_parameters_arrive(client) -> None:
     value = np.zeros([abs(dim) for dim in spec.dims], dtype_of(spec.datatype))
     given = {spec.name: value[None] if signature.max_batch_size else value}
     result = client.infer("echo_request", given, request_id="7", parameters={"colour": "red"})
-    told = json.loads(result["OUTPUT0"].flat[0])
-    assert told["id"] == "7" and told["parameters"] == {"colour": "red"}
+    seen_request = json.loads(result["OUTPUT0"].flat[0])
+    assert seen_request["id"] == "7" and seen_request["parameters"] == {"colour": "red"}
     assert result.parameters == {"answered": True}
 
 

@@ -181,8 +181,8 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
     written = [line for line in config.read_text().splitlines() if "instance_group" not in line]
 
     def group(text: str) -> None:
-        made = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
-        config.write_text("\n".join([*written, made, ""]))
+        instance_group = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
+        config.write_text("\n".join([*written, instance_group, ""]))
 
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")

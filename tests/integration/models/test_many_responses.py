@@ -238,8 +238,8 @@ def test_headers_become_parameters(server: Server, client_module: Any) -> None:
             result = client.infer(
                 "echo_request", [tensor], headers=headers, parameters={"own": 5}
             ).as_numpy("OUTPUT0")
-            told = json.loads(result[0])
-            assert told["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})
+            seen_request = json.loads(result[0])
+            assert seen_request["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})
 
 
 def test_headers_of_a_stream_become_parameters(server: Server) -> None:

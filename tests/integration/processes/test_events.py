@@ -260,13 +260,13 @@ def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
     def read_to_the_end() -> None:
         nonlocal read, lost, last
         while last < 0:
-            told = json.loads(line())
-            if told["event"] == "EventsLost":
-                lost += told["count"]
+            document = json.loads(line())
+            if document["event"] == "EventsLost":
+                lost += document["count"]
             else:
                 read += 1
-                if told["event"] == "RegionRegistered" and told["name"].startswith("last-"):
-                    last = int(told["name"].removeprefix("last-"))
+                if document["event"] == "RegionRegistered" and document["name"].startswith("last-"):
+                    last = int(document["name"].removeprefix("last-"))
 
     with (
         SharedObject(4096) as shared_object,

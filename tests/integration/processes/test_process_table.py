@@ -121,8 +121,8 @@ def test_a_process_that_is_continued_while_nobody_looks() -> None:
 
 def test_an_end_that_cannot_be_dealt_with() -> None:
     """The exception is logged, and the next exit is handled."""
-    told = sorted(output(_TROUBLE).splitlines())
-    assert told == [
+    lines = sorted(output(_TROUBLE).splitlines())
+    assert lines == [
         "RuntimeError('one')",
         "RuntimeError('other')",
         "the exit of one could not be handled",

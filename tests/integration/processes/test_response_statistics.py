@@ -31,11 +31,11 @@ def repeating(models: Path, start: Start) -> Server:
 
 
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         for count in (3, 1):
             # The statistics count the first-response time in whole ms.
             send_repeat(client, list(range(count)), delay_ms=2)
-            assert ended(told) == count
+            assert ended(results) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
         (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
@@ -84,10 +84,10 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
 
 
 def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
         for _ in range(2):
-            told.get(timeout=30)
+            results.get(timeout=30)
 
     def cancelled() -> int:
         with repeating.http() as http:
@@ -101,11 +101,11 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
 
 
 def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
-        told.get(timeout=30)
+        results.get(timeout=30)
         repeating.find_one("worker killed.0").kill()
-        assert "died before this request's last response" in failed(told)
+        assert "died before this request's last response" in failed(results)
         until("there is another worker", lambda: bool(repeating.find("worker killed.0")))
         send_repeat(client, [5], model="killed")
-        assert ended(told) == 1
+        assert ended(results) == 1

@@ -95,8 +95,8 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
         def begin() -> subprocess.Popen[bytes]:
             given = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
             names = ":".join(name for name, _ in given)
-            told = {"NOTIFY_SOCKET": manager.address}
-            server = start([fd for _, fd in given], names, folder / "models", folder, **told)
+            environment = {"NOTIFY_SOCKET": manager.address}
+            server = start([fd for _, fd in given], names, folder / "models", folder, **environment)
             manager.receive("READY=1")
             return server
 

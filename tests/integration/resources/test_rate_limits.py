@@ -62,8 +62,8 @@ def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Pat
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as made:
-        yield made
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
 
 
 def test_models_that_need_the_same_take_turns(

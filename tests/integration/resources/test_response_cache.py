@@ -118,9 +118,9 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
 def test_a_region_passes_the_cache_by(http: Http) -> None:
     """A client may write there at any time: what was hashed need not be what is executed."""
     array = np.full(4, 3, np.float32)
-    with SharedObject(64) as made:
-        made.write(array, 0)
-        http.register("cached", made.key, 64).ok()
+    with SharedObject(64) as shared_object:
+        shared_object.write(array, 0)
+        http.register("cached", shared_object.key, 64).ok()
         placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
         results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
         assert (results[0] != results[1]).all()

@@ -64,9 +64,9 @@ def listener(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[ServerConnection]:
     with listener(tmp_path):
-        made = ServerConnection(tmp_path, 5.0)
-        yield made
-        made.close()
+        connection = ServerConnection(tmp_path, 5.0)
+        yield connection
+        connection.close()
 
 
 def built(connection: ServerConnection) -> PackedRequest:

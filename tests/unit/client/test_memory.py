@@ -56,9 +56,9 @@ def memories() -> Iterator[Memories]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    made = Memories(64 << 20, share, lambda segment: None)
-    yield made
-    made.close()
+    new_memories = Memories(64 << 20, share, lambda segment: None)
+    yield new_memories
+    new_memories.close()
 
 
 def published(name: str = "m", version: str = "1", latest: bool = True) -> m.ModelPublished:

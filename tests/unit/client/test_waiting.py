@@ -42,9 +42,9 @@ def scheduler(tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def channel(connection: Any) -> Iterator[ThreadChannel]:
-    made = ThreadChannel(connection)
-    yield made
-    made.close()
+    channel = ThreadChannel(connection)
+    yield channel
+    channel.close()
 
 
 def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:

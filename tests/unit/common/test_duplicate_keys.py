@@ -183,10 +183,10 @@ def test_in_a_configuration_too() -> None:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run")) as made:
-        made.open()
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        yield made
+    with rig(tmp_path_factory.mktemp("run")) as model_rig:
+        model_rig.open()
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        yield model_rig
 
 
 BODIES = {

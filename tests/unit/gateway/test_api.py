@@ -33,9 +33,9 @@ from tests.support.wire.raw_http import Http, in_region, raw_connection
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), id="my server") as made:
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), id="my server") as model_rig:
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")

@@ -62,18 +62,18 @@ ADDED = {
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run")) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        echoes = made.scheduler(echo)
+    with rig(tmp_path_factory.mktemp("run")) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        echoes = model_rig.scheduler(echo)
         for datatype in NUMPY:
-            made.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
-        made.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
-        made.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
-        made.publish(identity_config("two", "FP32", [-1, -1]), echoes)
-        made.publish(identity_config("bf", "FP32", [2, 3]), echoes)
-        made.publish(identity_config("bytes2", "BYTES", [1]), echoes)
-        made.open()
-        yield made
+            model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
+        model_rig.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
+        model_rig.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
+        model_rig.publish(identity_config("two", "FP32", [-1, -1]), echoes)
+        model_rig.publish(identity_config("bf", "FP32", [2, 3]), echoes)
+        model_rig.publish(identity_config("bytes2", "BYTES", [1]), echoes)
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")

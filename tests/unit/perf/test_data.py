@@ -36,14 +36,14 @@ def values(item: data.Item) -> dict[str, Any]:
 def test_every_datatype_is_made_by_shape(datatype: str) -> None:
     model = ModelInterface({"X": ModelTensor("X", datatype, (2, 3))})
     for source in ("random", "zero"):
-        ((made,),) = data.items(model, Given(source=source, text_length=5))
+        ((tensor,),) = data.items(model, Given(source=source, text_length=5))
         size = ITEM_SIZE[datatype] or (4 + 5 * (source == "random"))
-        assert (made.shape, len(made.raw)) == ([2, 3], 6 * size)
+        assert (tensor.shape, len(tensor.raw)) == ([2, 3], 6 * size)
 
 
 def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
-    ((made,),) = data.items(BATCHED, Given(batch=4))
-    assert made.shape == [4, 2]
+    ((tensor,),) = data.items(BATCHED, Given(batch=4))
+    assert tensor.shape == [4, 2]
     with pytest.raises(
         InvalidArgument, match=("--batch: 4 rows, but the model does not support batches")
     ):
@@ -53,8 +53,8 @@ def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
 def test_a_shape_of_any_size_is_asked_for() -> None:
     with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
         data.items(PLAIN, Given())
-    made, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
-    assert made.shape == [3, 2]
+    quantised, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
+    assert quantised.shape == [3, 2]
 
 
 def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() -> None:

@@ -174,12 +174,12 @@ def test_a_successor_counts_on() -> None:
     give(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))
     rig.respond(peer, key, b"", final=True)
-    told, counted = rig.report(), rig.snapshot()
+    report, counted = rig.report(), rig.snapshot()
     successor = Rig(decoupled=True)
     successor.scheduler.restore([counted, [[]]], [])
     now = successor.report()
-    assert now["response_stats"] == told["response_stats"]
-    assert now["shmserve"]["first_response_ms"] == told["shmserve"]["first_response_ms"]
+    assert now["response_stats"] == report["response_stats"]
+    assert now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
 
 
 def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:

@@ -59,9 +59,9 @@ class World:
         """Take what the schedulers have sent."""
         for model, rig in enumerate(self.rigs):
             for peer, batch in rig.executes():
-                made = Execution(model, peer, batch)
-                made.plan = list(self.plans[made.number])
-                self.running.append(made)
+                execution = Execution(model, peer, batch)
+                execution.plan = list(self.plans[execution.number])
+                self.running.append(execution)
             for answer in rig.answers():
                 self.open -= 1
                 self.answered((model, answer.id), isinstance(answer, Failed))

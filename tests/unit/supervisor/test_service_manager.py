@@ -192,10 +192,10 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
-    told = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
+    environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
     done = subprocess.run(
         [sys.executable, "-c", _ASK],
-        env={**os.environ, **told},
+        env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
         preexec_fn=memory_range,
         capture_output=True,

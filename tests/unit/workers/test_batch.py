@@ -45,9 +45,9 @@ F32 = np.float32
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(40 * MIB)
-    yield made
-    made.close()
+    new_region = Region(40 * MIB)
+    yield new_region
+    new_region.close()
 
 
 def echo(requests: list[Request]) -> list[Response]:
@@ -259,11 +259,11 @@ def test_an_input_that_is_returned_stays_where_it_is(
     A part of an input, or a computed output, is still written.
     """
     data = np.arange(MIB, dtype=F32)
-    made = ["whole", "part", "whole", "computed"]
+    kinds_of_output = ["whole", "part", "whole", "computed"]
 
     def compute(requests: list[Request]) -> list[Response]:
         x = requests[0].inputs["X"].numpy()
-        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[made.pop(0)]
+        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[kinds_of_output.pop(0)]
         return [Response([Output("Y", "FP32", y)])]
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())

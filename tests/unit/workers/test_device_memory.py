@@ -56,12 +56,12 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
+    with rig(tmp_path) as model_rig:
         memory = cuda.device_memory()
-        made.context = dataclasses.replace(
-            made.context, mappings=Mappings(memory.open), device_memory=memory
+        model_rig.context = dataclasses.replace(
+            model_rig.context, mappings=Mappings(memory.open), device_memory=memory
         )
-        yield made
+        yield model_rig
 
 
 @pytest.fixture

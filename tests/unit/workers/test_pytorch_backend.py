@@ -45,8 +45,8 @@ class Affine(torch.nn.Module):
 def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = torch.jit.trace(module, example) if example else torch.jit.script(module)
-        torch.jit.save(made, worker.context.version_dir / "model.pt")
+        script = torch.jit.trace(module, example) if example else torch.jit.script(module)
+        torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
 def save_exported(module: torch.nn.Module, worker: Rig, *example: Any, dynamic: Any = None) -> None:

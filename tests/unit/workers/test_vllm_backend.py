@@ -156,8 +156,8 @@ class Model(Streams):
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    with rig(tmp_path) as made:
-        model = Model(made, monkeypatch)
+    with rig(tmp_path) as model_rig:
+        model = Model(model_rig, monkeypatch)
         with model.pumping():
             yield model
         model.backend.unload()
@@ -215,8 +215,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     assert last["finish_reason"] == ["stop"]
     assert first["cumulative_logprob"] == [-0.5]
     assert (first["num_input_tokens"], first["num_output_tokens"]) == ([3], [1])
-    told = [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
-    assert json.loads(first["logprobs"][0]) == told
+    prompt_logprobs = [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+    assert json.loads(first["logprobs"][0]) == prompt_logprobs
     assert last["logprobs"] == ["null"]
 
 
@@ -234,8 +234,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
 )
 def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> None:
     model.ask(given)
-    told, end = model.responses(1)
-    assert told.startswith(problem)
+    response, end = model.responses(1)
+    assert response.startswith(problem)
     assert end == "end"
 
 
@@ -332,25 +332,25 @@ def test_logprobs_of_an_echoed_prompt() -> None:
         prompt_token_ids=[1, 2],
         prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
     )
-    made = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
-    assert made["text_output"] == b"abc"
-    told = json.loads(made["logprobs"])
-    first, second, third = told["content"]
+    outputs = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
+    assert outputs["text_output"] == b"abc"
+    document = json.loads(outputs["logprobs"])
+    first, second, third = document["content"]
     assert (first["token"], first["logprob"]) == ("<1>", None)
     assert second["logprob"] == -9999.0
     assert [tensor["token_id"] for tensor in second["top_logprobs"]] == [4]
     assert (third["token"], third["logprob"], third["text_offset"]) == ("<3>", -1.0, 6)
-    assert told["prompt"][0] is None
-    assert told["prompt"][1]["rank"] == 5
+    assert document["prompt"][0] is None
+    assert document["prompt"][1]["rank"] == 5
 
 
 def test_only_the_prompt() -> None:
     call = VllmCall(None, None, text="ab", only_prompt=True)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
     answer_parts = output(sample("c", [3], finish_reason="length"), finished=True)
-    made = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
-    assert (made["text_output"], made["finish_reason"]) == (b"ab", b"length")
-    assert json.loads(made["usage"])["completion_tokens"] == 0
+    outputs = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
+    assert (outputs["text_output"], outputs["finish_reason"]) == (b"ab", b"length")
+    assert json.loads(outputs["usage"])["completion_tokens"] == 0
 
 
 # --- configuration

@@ -79,8 +79,8 @@ class TritonPythonModel:
             for pid in (os.getpid(), *pids):
                 names = (f"gateway.0.{pid}", f"0.{pid}", f"{pid}.1.ab", f"scheduler.1.{pid}")
                 patience_s = 0.0 if pid == os.getpid() else PATIENCE_S
-                told = [self.let_in(path, name, commands(pid), patience_s) for name in names]
-                findings[f"{path.relative_to(run_dir)} {pid}"] = told
+                attempts = [self.let_in(path, name, commands(pid), patience_s) for name in names]
+                findings[f"{path.relative_to(run_dir)} {pid}"] = attempts
         return findings
 
     def let_in(self, path, name, said, patience_s):

@@ -38,12 +38,12 @@ def test_every_rpc_has_a_handler() -> None:
 
 
 def request(ident: str = "one") -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name="simple", id=ident)
+    message = pb.ModelInferRequest(model_name="simple", id=ident)
     for name in ("INPUT0", "INPUT1"):
-        made.inputs.add(name=name, datatype="INT32", shape=[1, 16])
-    made.outputs.add(name="OUTPUT0").parameters["classification"].int64_param = 1
-    made.parameters["key"].string_param = "value"
-    return made
+        message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
+    message.outputs.add(name="OUTPUT0").parameters["classification"].int64_param = 1
+    message.parameters["key"].string_param = "value"
+    return message
 
 
 def test_a_fingerprint_excludes_the_tensors() -> None:
@@ -86,5 +86,5 @@ def test_other_notations_have_no_fingerprint(junk: bytes) -> None:
 
 
 def test_fields_after_the_tensors_have_no_fingerprint() -> None:
-    made = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
-    assert split(made.SerializeToString() + request().SerializeToString()) is None
+    message = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
+    assert split(message.SerializeToString() + request().SerializeToString()) is None

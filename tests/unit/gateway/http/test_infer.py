@@ -60,10 +60,10 @@ ARENA = 32 * MIB
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path, arena_byte_size=ARENA) as made:
-        made.open()
-        until("it listens", lambda: connects(made.port))
-        yield made
+    with rig(tmp_path, arena_byte_size=ARENA) as model_rig:
+        model_rig.open()
+        until("it listens", lambda: connects(model_rig.port))
+        yield model_rig
 
 
 @pytest.fixture
@@ -521,9 +521,9 @@ def test_an_invalid_request_is_refused_before_its_upload(gateway: Rig, large: Sc
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(64 * MIB)
-    yield made
-    made.close()
+    arena = Arena(64 * MIB)
+    yield arena
+    arena.close()
 
 
 def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Range]:

@@ -72,10 +72,10 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:
-            made = Asked(gateway, scheduler, connection)
+            asked_request = Asked(gateway, scheduler, connection)
             for value in range(10, 10 + WARM_UPS):
-                assert made.is_right(value)
-            yield made
+                assert asked_request.is_right(value)
+            yield asked_request
 
 
 def test_an_invalid_request_is_refused(asked: Asked) -> None:

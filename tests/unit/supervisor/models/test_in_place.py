@@ -123,9 +123,9 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""
-    made = processes.version(spec(config(group("m_0", count))))
-    await made.start()
-    return made
+    version = processes.version(spec(config(group("m_0", count))))
+    await version.start()
+    return version
 
 
 def update(version: ModelVersion, count: int) -> InstanceUpdate:

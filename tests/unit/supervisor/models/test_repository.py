@@ -416,14 +416,14 @@ def test_whatever_the_path_nothing_is_written_outside(
     root = tmp_path_factory.mktemp("root")
     base = root / "base"
     try:
-        made = materialise_override(base, "m", "{}", {path: b"y"})
+        override = materialise_override(base, "m", "{}", {path: b"y"})
     except InvalidArgument:
-        made = None
+        override = None
     assert list(root.iterdir()) == [base]
-    if made is None:
+    if override is None:
         assert list(base.iterdir()) == []
     else:
-        assert (made / path.lstrip("/")).read_bytes() == b"y"
+        assert (override / path.lstrip("/")).read_bytes() == b"y"
 
 
 def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     from tests.support.hf_folders import write_folder
 
     root = tmp_path_factory.mktemp("checkpoints")
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def of(family: str = "llama", **more: Any) -> Path:
         key = repr((family, sorted(more.items())))
-        if key not in made:
-            made[key] = write_folder(root / str(len(made)), family, **more)
-        return made[key]
+        if key not in folders:
+            folders[key] = write_folder(root / str(len(folders)), family, **more)
+        return folders[key]
 
     return of
 

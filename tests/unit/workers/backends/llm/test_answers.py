@@ -31,8 +31,8 @@ TOKENIZER = Tokenizer.from_str(tokenizer_text())
 
 @pytest.fixture
 def scheduler(folder: Folder, tmp_path: Path) -> Iterator[Scheduler]:
-    with llm_rig(tmp_path / "rig", folder()) as made:
-        yield made
+    with llm_rig(tmp_path / "rig", folder()) as engine_rig:
+        yield engine_rig
 
 
 def greedy(folder: Folder, count: int) -> list[int]:
@@ -42,17 +42,19 @@ def greedy(folder: Folder, count: int) -> list[int]:
 def test_a_stream_tells_each_text_as_it_comes(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.add(1, stream=True, max_tokens=24, **GREEDY)
     scheduler.run()
-    told = scheduler.responses[1]
-    assert len(told) > 8
+    responses = scheduler.responses[1]
+    assert len(responses) > 8
     assert scheduler.tokens(1) == greedy(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy(folder, 24))
-    assert [response["finish_reason"] for response in told[:-1]] == [[""]] * (len(told) - 1)
-    assert told[-1]["finish_reason"] == ["length"]
-    assert told[-1]["usage"] == [
+    assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
+        len(responses) - 1
+    )
+    assert responses[-1]["finish_reason"] == ["length"]
+    assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
     characters = [response.characters for response in scheduler.responses_sent]
-    assert characters == sorted(characters) and characters[0] == len(told[0]["text_output"][0])
+    assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
 @pytest.mark.parametrize(
@@ -162,12 +164,12 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
         scheduler.step()
     while 2 not in scheduler.ended:
         scheduler.listen()
-    told = scheduler.responses[1]
-    assert len(told) == 32 and 1 not in scheduler.ended
+    responses = scheduler.responses[1]
+    assert len(responses) == 32 and 1 not in scheduler.ended
     scheduler.rig._send(CreditExecution(1, 32))
     scheduler.rig.instance.link.receive()
     scheduler.finish()
-    assert len(told) == 33
+    assert len(responses) == 33
     assert scheduler.tokens(1) == greedy(folder, 120)
 
 
@@ -260,17 +262,17 @@ def test_a_successor_tells_all_tokens_and_their_logprobs(
     scheduler.add(2, resumed, **settings, seed=5)
     scheduler.run()
     text, content = pieces(scheduler, 2, 0)
-    told = sum(len(entry["logprobs"][0]["content"]) for entry in first)
+    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
     assert text.startswith(known_text[characters:])
-    known = [*content[: 16 - told]]
-    assert [entry["token_id"] for entry in known] == tokens[0][told:16]
-    wanted = [entry["logprob"] for entry in whole[0][1][told:16]]
+    known = [*content[: 16 - content_count]]
+    assert [entry["token_id"] for entry in known] == tokens[0][content_count:16]
+    wanted = [entry["logprob"] for entry in whole[0][1][content_count:16]]
     assert [entry["logprob"] for entry in known] == pytest.approx(wanted, abs=1e-4)
     assert [entry["text_offset"] for entry in known] == [
-        entry["text_offset"] for entry in whole[0][1][told:16]
+        entry["text_offset"] for entry in whole[0][1][content_count:16]
     ]
-    assert len(content) == 24 - told
+    assert len(content) == 24 - content_count
     ended = pieces(scheduler, 2, 1)
     assert ended[0] == whole[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
@@ -294,17 +296,17 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     scheduler.add(1, logprobs=2, prompt_logprobs=1, **settings)
     assert scheduler.prepared[1].whole
     scheduler.run()
-    told = scheduler.responses[1][0]["logprobs"][0]
+    responses = scheduler.responses[1][0]["logprobs"][0]
     tokens = [*prompt, *scheduler.tokens(1)]
     with torch.inference_mode():
         wanted = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    assert told["prompt"][0] is None
-    for memory_range, found in enumerate([*told["prompt"][1:], *told["content"]], 1):
+    assert responses["prompt"][0] is None
+    for memory_range, found in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
         assert found["token_id"] == tokens[memory_range]
         assert found["logprob"] == pytest.approx(
             wanted[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
         )
-    assert [len(entry["top_logprobs"]) for entry in told["content"]] == [2] * 4
+    assert [len(entry["top_logprobs"]) for entry in responses["content"]] == [2] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -493,8 +495,8 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 def of_property(schema: Any) -> dict[str, Any]:
-    made = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
-    return json_schema({**made, "additionalProperties": False})
+    configuration = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
+    return json_schema({**configuration, "additionalProperties": False})
 
 
 @pytest.mark.parametrize(

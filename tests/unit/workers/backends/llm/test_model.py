@@ -89,11 +89,11 @@ class Lone:
 
         Several rows of a sequence are prompt tokens or drafts.
         """
-        made = Pass(self.cache.block_size)
+        forward_pass = Pass(self.cache.block_size)
         for tokens, start, table in rows:
-            made.add(tokens, start, table, len(tokens) > 1 and not drafted)
-        wanted = list(range(len(made.tokens)))
-        return self.model.forward(made, self.cache, self.attention, wanted)
+            forward_pass.add(tokens, start, table, len(tokens) > 1 and not drafted)
+        wanted = list(range(len(forward_pass.tokens)))
+        return self.model.forward(forward_pass, self.cache, self.attention, wanted)
 
 
 @pytest.mark.parametrize(("family", "more"), VARIANTS)

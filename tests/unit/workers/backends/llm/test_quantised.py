@@ -67,17 +67,20 @@ def fp8(
 
 
 def fp8_tensor(weight: torch.Tensor) -> Made:
-    made, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
-    return made | {"weight_scale": made["weight_scale"][0, 0], "input_scale": torch.ones(1)}, exact
+    quantised, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
+    return quantised | {
+        "weight_scale": quantised["weight_scale"][0, 0],
+        "input_scale": torch.ones(1),
+    }, exact
 
 
 def exponents(weight: torch.Tensor) -> Made:
-    made, _ = fp8(weight, (16, 16))
-    rows, columns = made["weight_scale_inv"].shape
+    quantised, _ = fp8(weight, (16, 16))
+    rows, columns = quantised["weight_scale_inv"].shape
     powers = drawn(rows, columns, 130, least=124).byte()
     scales = 2.0 ** (powers.float() - 127)
-    exact = made["weight"].float() * spread(scales, weight.shape, 16, 16)
-    return made | {"weight_scale_inv": powers}, exact
+    exact = quantised["weight"].float() * spread(scales, weight.shape, 16, 16)
+    return quantised | {"weight_scale_inv": powers}, exact
 
 
 def plain_ints(
@@ -97,27 +100,27 @@ def plain_ints(
 
 def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
     block = (1, columns)
-    made, exact = plain_ints(weight, block, symmetric, bits)
+    quantised, exact = plain_ints(weight, block, symmetric, bits)
     half = 1 << bits - 1
     tensors = {
-        "weight_packed": packed(made["weight"].int() + half, bits),
-        "weight_scale": made["weight_scale"],
+        "weight_packed": packed(quantised["weight"].int() + half, bits),
+        "weight_scale": quantised["weight_scale"],
         "weight_shape": torch.tensor(weight.shape),
         "weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32),
     }
     if not symmetric:
-        zeros = packed((made["weight_zero_point"].int() + half).t(), bits)
+        zeros = packed((quantised["weight_zero_point"].int() + half).t(), bits)
         tensors["weight_zero_point"] = zeros.t().contiguous()
     return tensors, exact
 
 
 def ordered_ints(weight: torch.Tensor) -> Made:
-    made, _ = packed_ints(weight, 4, GROUP, False)
+    quantised, _ = packed_ints(weight, 4, GROUP, False)
     ordered = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
     plain, _ = plain_ints(weight, (1, GROUP), False, 4)
     exact = (plain["weight"].int() - plain["weight_zero_point"].int()[:, ordered]).float()
     exact = exact * plain["weight_scale"].float()[:, ordered]
-    return made | {"weight_g_idx": ordered.int()}, exact
+    return quantised | {"weight_g_idx": ordered.int()}, exact
 
 
 def without(made: Tensors, *names: str) -> Tensors:
@@ -183,10 +186,10 @@ def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str,
         stored[name] = exact[name] = weight
         # This layer is not quantised.
         if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:
-            made, exact[name] = make(weight)
+            quantised, exact[name] = make(weight)
             del stored[name]
             prefix = name.removesuffix("weight")
-            stored |= {prefix + part: tensor.contiguous() for part, tensor in made.items()}
+            stored |= {prefix + part: tensor.contiguous() for part, tensor in quantised.items()}
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     return exact
 

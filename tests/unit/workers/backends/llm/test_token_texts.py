@@ -16,16 +16,16 @@ def fallback() -> Tokenizer:
     pieces = ["▁", "▁the", "▁of", "sea", "▁a", ",", "é"]
     names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces]
     vocabulary = {name: token for token, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
+    test_tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    test_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence(
+    test_tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
          decoders.Strip(" ", 1, 0)]
     )  # fmt: skip
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return made
+    test_tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return test_tokenizer
 
 
 VOCABULARIES = {"bytes": Tokenizer.from_str(tokenizer_text()), "fallback": fallback()}
