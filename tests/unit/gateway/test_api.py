@@ -567,9 +567,9 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     ]
     for config, body in cases:
         published = publication({"name": "m", **config}, simple)
-        (example,) = management._examples("m", GatewayModel(published))
+        (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
-    (late,) = management._examples("late", None)
+    (late,) = management._model_examples("late", None)
     assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 
