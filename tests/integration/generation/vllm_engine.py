@@ -208,7 +208,7 @@ def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
         found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
-    assert all(each.count('"finish_reason":"length"') == 1 for each in found)
+    assert all(body.count('"finish_reason":"length"') == 1 for body in found)
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
