@@ -262,7 +262,7 @@ def ranges(data: bytes) -> None:
             assert 0 <= value < 2**63
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
-    start, extent = (min(max(each, 0), LARGEST) for each in (start, extent))
+    start, extent = (min(max(bound, 0), LARGEST) for bound in (start, extent))
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))

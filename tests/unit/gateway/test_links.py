@@ -170,7 +170,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
-        others = [each for each in await rig.receive(6) if not isinstance(each, m.Submit)]
+        others = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
         release = m.Release(4321, [4096], 1)
         assert others == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 

@@ -34,9 +34,9 @@ def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None
     with pytest.raises(Unavailable, match="was loaded with another configuration while"):
         models.current(resolved)
     models.withdraw("simple", "1")
-    for each in (resolved, again):
+    for copy in (resolved, again):
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
-            models.current(each)
+            models.current(copy)
 
 
 def test_the_number_of_withdrawn_names_is_bounded() -> None:
@@ -81,8 +81,8 @@ def generator(name: str, *aliases: str) -> Any:
 
 def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
     table = ModelTable(MagicMock())
-    for each in models:
-        table.publish(each)
+    for model in models:
+        table.publish(model)
     payload = {"names": {"asleep": ["night"], "a": ["stale"]}}
     supervisor = SimpleNamespace(send_request=AsyncMock(return_value=payload))
     settings = GatewaySettings(served_names=served)

@@ -184,7 +184,7 @@ def test_an_equal_repetition_of_a_tensor_is_one(
 ) -> None:
     output = ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'
     (plan,) = planner(tmp_path, 'backend: "python" ' + IO + output).plan("m", "", {})
-    assert [each.name for each in plan.config.output] == ["y"]
+    assert [tensor.name for tensor in plan.config.output] == ["y"]
     assert "output 'y' is defined twice with equal values" in caplog.text
     unlike = output.replace("dims: 1", "dims: 2")
     error = refusal(planner(tmp_path / "unlike", 'backend: "python" ' + IO + unlike))
