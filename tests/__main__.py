@@ -150,9 +150,9 @@ class Suite:
 def _counted(outcomes: list[Outcomes]) -> tuple[int, int, int]:
     """How many passed, failed and were skipped; an incomplete process is one failure more."""
     return (
-        sum(len(each.passed) for each in outcomes),
-        sum(len(each.failed) + (not each.complete) for each in outcomes),
-        sum(len(each.skipped) for each in outcomes),
+        sum(len(outcome.passed) for outcome in outcomes),
+        sum(len(outcome.failed) + (not outcome.complete) for outcome in outcomes),
+        sum(len(outcome.skipped) for outcome in outcomes),
     )
 
 

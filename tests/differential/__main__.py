@@ -17,7 +17,9 @@ def chosen(names: list[str]) -> list[Group]:
     """The groups with just the scripts that are named, themselves or by their group."""
     groups = []
     for group in GROUPS:
-        kept = [each for each in group.scripts if not names or {each.name, group.name} & {*names}]
+        kept = [
+            script for script in group.scripts if not names or {script.name, group.name} & {*names}
+        ]
         if kept:
             groups.append(replace(group, scripts=kept))
     return groups
@@ -37,13 +39,13 @@ def main(names: list[str]) -> int:
             total += 1
             mine, other = (found[script.name] for found in records)
             if isinstance(mine, str) or isinstance(other, str):
-                told = [each for each in (mine, other) if isinstance(each, str)]
+                told = [text for text in (mine, other) if isinstance(text, str)]
             else:
                 told = judge(differences(mine, other), script.known)
             wrong += bool(told)
             print(f"{'differs' if told else 'agrees '}  {group.name}/{script.name}", flush=True)
-            for each in told:
-                print("  " + each[:2000].replace("\n", "\n  "))
+            for text in told:
+                print("  " + text[:2000].replace("\n", "\n  "))
     print(f"{total - wrong} of {total} scripts agree")
     return wrong
 

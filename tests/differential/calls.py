@@ -48,7 +48,7 @@ class Call:
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
         told: dict[str, Any] = {"id": response.id, "version": response.model_version}
-        told["outputs"] = {each.name: _told(result, each) for each in response.outputs}
+        told["outputs"] = {output.name: _told(result, output) for output in response.outputs}
         told["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
         self._messages.append(told | ({"final": final} if self._ask.stream else {}))
         self.done = final or not self._ask.stream
@@ -110,7 +110,7 @@ def _error(error: InferenceServerException | None) -> list[str]:
 
 def _told(result: grpc.InferResult, output: Any) -> list[Any]:
     values = result.as_numpy(output.name).reshape(-1).tolist()
-    values = [each.decode() if isinstance(each, bytes) else each for each in values]
+    values = [value.decode() if isinstance(value, bytes) else value for value in values]
     return [output.datatype, list(output.shape), values]
 
 
@@ -120,5 +120,5 @@ def _counts(found: Any) -> Any:
         kept = {key: _counts(value) for key, value in found.items() if key not in _TIMES}
         return {key: value for key, value in kept.items() if value not in ({}, [], "0", 0)}
     if isinstance(found, list):
-        return [_counts(each) for each in found]
+        return [_counts(part) for part in found]
     return found

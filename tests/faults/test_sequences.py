@@ -169,9 +169,11 @@ def test_a_client_opens_very_many_and_ends_none(
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
         total = 1
-        for each in range(MANY):
-            futures.append(greedy.infer_async("summing", given, sequence=10_000 + each, start=True))
-            if each % 1000 == 0:
+        for sequence in range(MANY):
+            futures.append(
+                greedy.infer_async("summing", given, sequence=10_000 + sequence, start=True)
+            )
+            if sequence % 1000 == 0:
                 total += 1
                 assert ask(client, 1, 1) == total
         wait(futures[-1:], 60)

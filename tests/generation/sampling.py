@@ -72,8 +72,8 @@ def run(size: int, first: int = 0) -> str:
     with tempfile.TemporaryDirectory(prefix="shmserve-sampling-") as folder:
         path = write_folder(Path(folder) / "model")
         for number, settings in enumerate(SETTINGS):
-            each = chance(path, Path(folder) / f"rig{number}", settings, size, first)
-            found[str(settings)] = each
-            assert each > LEAST, f"{settings}: p = {each:g}"
-    told = ", ".join(f"{settings} {each:.3f}" for settings, each in found.items())
+            p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first)
+            found[str(settings)] = p_value
+            assert p_value > LEAST, f"{settings}: p = {p_value:g}"
+    told = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in found.items())
     return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {told}"

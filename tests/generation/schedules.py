@@ -59,9 +59,9 @@ class NotingEngine(WorkerEngine):
 
     def _forward(self, planned: list[Planned]) -> torch.Tensor:
         logits = super()._forward(planned)
-        for each in planned:
-            if each.row.samples:
-                sequence, line = each.sequence, logits[each.logits].numpy()
+        for settings in planned:
+            if settings.row.samples:
+                sequence, line = settings.sequence, logits[settings.logits].numpy()
                 noted = self.bits.setdefault(sequence.prompt.key, {})
                 digest = hashlib.blake2b(line.tobytes(), digest_size=8).digest()
                 noted[sequence.sample, len(sequence.tokens)] = digest

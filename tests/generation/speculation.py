@@ -95,7 +95,7 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
         for text in itertools.product(range(SYMBOLS), repeat=LENGTH + 1)
     }
     assert all(joint[text] for text in counts)
-    likely = [text for text, each in joint.items() if each * texts >= 8]
+    likely = [text for text, probability in joint.items() if probability * texts >= 8]
     found = [counts[text] for text in likely]
     wanted = [joint[text] * texts for text in likely]
     found, wanted = [*found, texts - sum(found) + 1], [*wanted, texts - sum(wanted) + 1]
@@ -105,7 +105,7 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
 def run(size: int, first: int = 0) -> str:
     """So many texts at each of the settings. Raises AssertionError."""
     found = {str(settings): chance(settings, size, first) for settings in SETTINGS}
-    for settings, each in found.items():
-        assert each > LEAST, f"{settings}: p = {each:g}"
-    told = ", ".join(f"{settings} {each:.3f}" for settings, each in found.items())
+    for settings, figures in found.items():
+        assert figures > LEAST, f"{settings}: p = {figures:g}"
+    told = ", ".join(f"{settings} {figures:.3f}" for settings, figures in found.items())
     return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {told}"

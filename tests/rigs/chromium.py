@@ -154,9 +154,9 @@ def browser(folder: Path) -> Iterator[Page]:
     finally:
         members = [psutil.Process(process.pid)]
         members += members[0].children(recursive=True)
-        for each in members:
+        for member in members:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                member.kill()
         process.wait()
         psutil.wait_procs(members, timeout=5)
         shutil.rmtree(sockets, ignore_errors=True)

@@ -101,8 +101,8 @@ class Calls:
             code: CodeType | str = entry.code
             if isinstance(code, str) or code.co_filename.startswith(_NOT_COUNTED):
                 continue
-            inner = [each for each in entry.calls or () if isinstance(each.code, str)]
-            count = entry.callcount + sum(each.callcount for each in inner)
+            inner = [call for call in entry.calls or () if isinstance(call.code, str)]
+            count = entry.callcount + sum(call.callcount for call in inner)
             name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
             found[name] = found.get(name, 0) + count / BATCH
         return found
@@ -224,7 +224,7 @@ def text() -> Case:
 
     def response(request: Inference) -> Inferred:
         named = {output.name: np.array([values[output.name]], object) for output in request.outputs}
-        return Inferred(tuple(worker_rig.tensor(*each) for each in named.items()))
+        return Inferred(tuple(worker_rig.tensor(*item) for item in named.items()))
 
     inputs, outputs = (
         [gateway_rig.tensor_config(name, "BYTES", [-1]) for name in names]
@@ -309,7 +309,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
             with counted:
                 _turn(host)
             responses += arrived(client)
-        assert {type(each) for each in responses} == {m.Finished}
+        assert {type(response) for response in responses} == {m.Finished}
     for scheduler in host._schedulers:
         scheduler.close()
     for link in (client, worker, control, host._control):

@@ -105,7 +105,7 @@ class Scene:
         self.disconnects = 0
         self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-        client = SimpleNamespace(disconnected=lambda: None, listener=rules)
+        client = SimpleNamespace(call_disconnect_actions=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
             connection_made=lambda _: client,
             connection_lost=self._on_disconnect,

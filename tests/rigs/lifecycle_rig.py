@@ -87,12 +87,12 @@ class LifecycleRig:
             if news:
                 self.known = self.number
                 self.lifecycle.acknowledged()
-            due = [each for each in self.pending if {each[0], each[0].split()[0]} & {*kinds}]
+            due = [item for item in self.pending if {item[0], item[0].split()[0]} & {*kinds}]
             if not (due or news):
                 return
-            for each in due:
-                self.pending.remove(each)
-                each[1]()
+            for item in due:
+                self.pending.remove(item)
+                item[1]()
 
     # --- the executor
 

@@ -60,9 +60,9 @@ def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
             found[output.name] = np.frombuffer(output.data, np.int32).tolist()
             continue
         texts = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
-        found[output.name] = [each.decode() for each in texts.ravel()]
+        found[output.name] = [text.decode() for text in texts.ravel()]
         if output.name in ("logprobs", "usage", "stop_reason"):
-            found[output.name] = [json.loads(each or "null") for each in found[output.name]]
+            found[output.name] = [json.loads(text or "null") for text in found[output.name]]
     return found
 
 
@@ -143,7 +143,9 @@ class Scheduler:
                 self.rig.instance.link._take(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
-            for number in [n for n, each in self.running.items() if each.key == message.key]:
+            for number in [
+                n for n, generation in self.running.items() if generation.key == message.key
+            ]:
                 self.release(number)
 
     # --- requests
@@ -280,13 +282,13 @@ class Scheduler:
     def text(self, key: int, index: int = 0) -> str:
         """The text that a client has got of a sample."""
         return "".join(
-            each["text_output"][each["index"].index(index)]
-            for each in self.responses[key]
-            if index in each["index"]
+            response["text_output"][response["index"].index(index)]
+            for response in self.responses[key]
+            if index in response["index"]
         )
 
     def tokens(self, key: int) -> list[int]:
-        return [token for each in self.responses[key] for token in each["token_ids"]]
+        return [token for response in self.responses[key] for token in response["token_ids"]]
 
 
 def _pairs(sources: list[int], targets: list[int]) -> list[int]:

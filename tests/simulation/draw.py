@@ -22,8 +22,8 @@ def draw_models(random: Random) -> list[Model]:
 def share_process(models: list[Model]) -> None:
     """Schedule an ensemble in one process with its steps."""
     for model in models:
-        for each in (model, *model.steps) if model.steps else ():
-            each.group = model.name
+        for part in (model, *model.steps) if model.steps else ():
+            part.group = model.name
 
 
 def fix_sizes(models: list[Model], byte_size: int) -> None:
@@ -33,7 +33,9 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
             for step, maps in zip(model.steps, model.maps, strict=True):
-                in_sizes = [sizes[maps["input_map"][each["name"]]] for each in step.config["input"]]
+                in_sizes = [
+                    sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
+                ]
                 read = bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
                 out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(read, "000")[0])
                 step.config.update(_tensors(in_sizes, out_size))
@@ -42,7 +44,7 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
 
 def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
     """Return inputs and outputs of these sizes."""
-    inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), in_sizes, strict=False)]
+    inputs = [{**tensor, "dims": [size]} for tensor, size in zip((IN, IN2), in_sizes, strict=False)]
     outputs = [{**OUT, "dims": [out_size]}, {**WHO, "dims": [len("000")]}]
     return {"input": inputs, "output": outputs}
 

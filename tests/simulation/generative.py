@@ -102,7 +102,7 @@ class EngineRig:
 
     def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
-        self.found[generation.key] = [(each.tokens, each.finish_reason) for each in beams.found]
+        self.found[generation.key] = [(beam.tokens, beam.finish_reason) for beam in beams.found]
 
     @property
     def operations(self) -> int:
@@ -137,7 +137,7 @@ class EngineRig:
     def plan(self) -> bool:
         """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
-        before = {each: each.status for each in self.engine._live.values()}
+        before = {generation: generation.status for generation in self.engine._live.values()}
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
             assert not self.engine.live, f"{self.engine.live} sequences get no further"
@@ -245,7 +245,7 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
         )[: 2 * search.width]
         beams = []
         for memory_range, (score, slots, token) in enumerate(ranked):
-            text = [*(each for each, _, _ in slots[len(prompt) :]), token]
+            text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.ends:
                 if memory_range < search.width:
                     found.append((score / length**search.length_penalty, text, "stop"))

@@ -148,7 +148,7 @@ class Model:
     @property
     def needs(self) -> list[str]:
         """Return the required inputs."""
-        return [each["name"] for each in self.config["input"] if not each.get("optional")]
+        return [tensor["name"] for tensor in self.config["input"] if not tensor.get("optional")]
 
     def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
         """Return OUT and WHO of a version for an input; two inputs must be `joined` first."""

@@ -79,7 +79,7 @@ def occurrences(mutant: Mutant) -> list[Path]:
 def _code() -> list[tuple[Path, str]]:
     searched = [ROOT / name for name in _SEARCHED]
     files = [
-        file for each in searched for file in ([each] if each.is_file() else each.rglob("*.py"))
+        file for path in searched for file in ([path] if path.is_file() else path.rglob("*.py"))
     ]
     return [(file, file.read_text()) for file in files]
 

@@ -97,15 +97,15 @@ class Request:
             return b"%s#%d/%d" % (self.content, number, self.expected)
         if self.model.iterative:
             rounds = range(self.model.rounds(self.content))
-            return self.content + b"".join(b".%d" % each for each in rounds)
+            return self.content + b"".join(b".%d" % round_number for round_number in rounds)
         if self.step < 0:
             return self.content
         steps = source[len(self.content) :].split(b".")[1:]
         ran = [int(step) for step in steps]
         succeeded = {
-            each.step
-            for each in self.before
-            if isinstance(each.ending, m.Finished) and not each.cancelled
+            round_number.step
+            for round_number in self.before
+            if isinstance(round_number.ending, m.Finished) and not round_number.cancelled
         }
         if ran != sorted({*ran, *succeeded}) or ran[-1:] != [self.step] or ran[0] != 0:
             self.fail(f"its sequence has the state {steps}, and {succeeded} have succeeded")
@@ -504,5 +504,5 @@ def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:
     The requests that an ensemble makes for the responses of one step share an id, so their inputs
     distinguish them.
     """
-    data = [each if isinstance(each, bytes) else tuple(each) for each in request.data]
+    data = [datum if isinstance(datum, bytes) else tuple(datum) for datum in request.data]
     return pid, request.request_id, repr(data)

@@ -53,8 +53,8 @@ class Piece(NamedTuple):
 
 def pieces(packed: bytes) -> list[Piece]:
     found: list[Piece] = []
-    for each in packed.decode().split(";"):
-        sample, begin, tokens, over = each.split(":")
+    for part in packed.decode().split(";"):
+        sample, begin, tokens, over = part.split(":")
         found.append(
             Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], over)
         )

@@ -69,7 +69,7 @@ class Snapshot:
     def _leaks(self, now: Snapshot) -> list[str]:
         found = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
         new = now.children - self.children
-        found += [f"process {each.pid} ({servers.title_of(each.pid)})" for each in new]
+        found += [f"process {process.pid} ({servers.title_of(process.pid)})" for process in new]
         for pid, titles in now.titles.items():
             before = self.titles.get(pid)
             if before is not None and servers.lasting(before) != titles:

@@ -26,7 +26,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import GatewayModel, canonical_version, describe
+from shmserve.gateway.model_table import GatewayModel, canonical_version, describe_model
 from shmserve.ipc.messages.control_requests import (
     AskReady,
     ChangeLogging,
@@ -77,7 +77,9 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         model = gateway.models.resolve(name, version)
         if not (model.ready and model.checks_ready):
             return model.ready
-        return bool((await gateway.supervisor.ask(AskReady, model.name, model.version))["ready"])
+        return bool(
+            (await gateway.supervisor.send_request(AskReady, model.name, model.version))["ready"]
+        )
     except InvalidArgument:
         raise
     except ShmserveError:
@@ -100,7 +102,7 @@ async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
         ShmserveError: `resolve_model` has raised it.
     """
     served_model = await resolve_model(gateway, name, version)
-    return describe(
+    return describe_model(
         served_model, [served_model.version] if version else gateway.models.versions(name)
     )
 
@@ -113,7 +115,7 @@ def examples(gateway: Gateway) -> list[dict[str, Any]]:
     has the request that loads it, which has no body.
     """
     models = gateway.models
-    names = sorted({*models.on_demand, *(model.name for model in models.all())})
+    names = sorted({*models.on_demand, *(model.name for model in models.all_versions())})
     return [each for name in names for each in _examples(name, models.find(name, ""))]
 
 
@@ -126,7 +128,7 @@ def _examples(name: str, model: GatewayModel | None) -> list[dict[str, Any]]:
     path = f"/v2/models/{quote(name, safe='')}"
     if model is None:
         return [{"model": name, "path": path, "headers": {}}]
-    if model.converts:
+    if model.has_task_parameter:
         chat = [{"role": "user", "content": "Tell me a story."}]
         completion = text_example(name, "/v1/completions", prompt="Once upon a time", max_tokens=16)
         return [
@@ -172,7 +174,7 @@ LEVEL, FORMAT, FILE = "log_verbose_level", "log_format", "log_file"
 
 async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict[str, Any]:
     """Change log settings, and return all log settings in Triton's order."""
-    return await gateway.supervisor.ask(ChangeLogging, changes)
+    return await gateway.supervisor.send_request(ChangeLogging, changes)
 
 
 def refuse_file() -> Unsupported:
@@ -191,7 +193,7 @@ async def change_trace_settings(
     """
     if model and not gateway.models.versions(model):
         raise InvalidArgument(f"Request for unknown model : {model}")
-    return await gateway.supervisor.ask(ChangeTracing, model, read_changes(changes))
+    return await gateway.supervisor.send_request(ChangeTracing, model, read_changes(changes))
 
 
 # --- the model repository
@@ -199,7 +201,7 @@ async def change_trace_settings(
 
 async def index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
     """Return every version of every model in the repositories, or only ready versions."""
-    payload = await gateway.supervisor.ask(IndexRepository, only_ready)
+    payload = await gateway.supervisor.send_request(IndexRepository, only_ready)
     models: list[dict[str, Any]] = payload.get("models", [])
     return models
 
@@ -215,7 +217,7 @@ async def load(
     """
     if config or files:
         check_may_send(client)
-    await gateway.supervisor.ask(LoadModel, name, config, files)
+    await gateway.supervisor.send_request(LoadModel, name, config, files)
 
 
 def check_may_send(client: ClientIdentity) -> None:
@@ -233,7 +235,7 @@ def check_may_send(client: ClientIdentity) -> None:
 
 async def unload(gateway: Gateway, name: str, *, dependents: bool) -> None:
     """Unload a model and, with `dependents`, the models that only this model needs."""
-    await gateway.supervisor.ask(UnloadModel, name, dependents)
+    await gateway.supervisor.send_request(UnloadModel, name, dependents)
 
 
 def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
@@ -267,7 +269,7 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
         Unavailable: No scheduler of the model has reported in time.
     """
     if not name:
-        return _triton_statistics(await collect(gateway, gateway.models.all()))
+        return _triton_statistics(await collect(gateway, gateway.models.all_versions()))
     version = canonical_version(version) if version else ""
     versions = gateway.models.versions(name)
     if not versions:

@@ -375,7 +375,7 @@ class MetricsExporter:
     async def page(self) -> bytes:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
-        reports = await management.collect(gateway, gateway.models.all())
+        reports = await management.collect(gateway, gateway.models.all_versions())
         families = list(self._families(reports))
         server_names = {family.name for family in families}
         return (_text(families) + _model_families(reports, server_names)).encode()
@@ -403,7 +403,7 @@ class MetricsExporter:
         yield from _processes()
 
     def _loads(self) -> Iterator[ExpositionFamily]:
-        failures, models = self._gateway.failures, self._gateway.models.all()
+        failures, models = self._gateway.failures, self._gateway.models.all_versions()
         yield _family(
             *("gauge", "nv_model_load_duration_secs", "Model load time in seconds"),
             *(
@@ -430,9 +430,9 @@ class MetricsExporter:
     def _regions(self) -> Iterator[ExpositionFamily]:
         table = self._gateway.regions
         for kind, regions, text in (
-            ("", table.all(), "registered regions of shared memory"),
+            ("", table.named_regions(), "registered regions of shared memory"),
             (
-                *("unnamed_", table.listed_only()),
+                *("unnamed_", table.unnamed_regions()),
                 "regions that shmserve.client shares, or that are unregistered but still in use",
             ),
         ):

@@ -67,7 +67,7 @@ def register(
         leased: Whether the region ends with the client's connection; see `lease`.
         pin: Whether workers on CUDA devices pin the pages.
     """
-    return gateway.supervisor.ask(
+    return gateway.supervisor.send_request(
         *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups), leased, pin)
     )
 
@@ -99,8 +99,8 @@ def visible(
     Raises:
         NotFound: No such region is visible to the user.
     """
-    peer = client.administrator() if client.listener.shm else NOBODY
-    return gateway.regions.visible(name, peer, cuda=cuda)
+    peer = client.administrator_peer() if client.listener.shm else NOBODY
+    return gateway.regions.visible_regions(name, peer, cuda=cuda)
 
 
 async def unregister(
@@ -110,8 +110,8 @@ async def unregister(
 
     An unknown name is ignored.
     """
-    peer = client.administrator()
-    await gateway.supervisor.ask(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
+    peer = client.administrator_peer()
+    await gateway.supervisor.send_request(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
 
 
 _NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
@@ -187,7 +187,7 @@ async def register_cuda(
         )
     if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
         raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
-    await gateway.supervisor.ask(
+    await gateway.supervisor.send_request(
         *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),
     )

@@ -18,7 +18,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.context import UNLIMITED, Gateway, awaits_load, resolve_model
+from shmserve.gateway.context import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import release
@@ -92,7 +92,7 @@ class Inferences(ActiveCount):
             headers = self.headers(call.head) if pattern else _NO_HEADERS
             inference = self.begin(raw, call, headers, partial(self._respond, call))
         except Exception as error:
-            if isinstance(error, RequestRefused) and self.awaits_load(raw):
+            if isinstance(error, RequestRefused) and self.needs_load(raw):
                 task = asyncio.ensure_future(self._infer_once_loaded(raw, call))
                 call.on_disconnect = task.cancel
             else:
@@ -184,8 +184,8 @@ class Inferences(ActiveCount):
         self, raw: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         if type(raw) is ArrivingRequest:
-            self.gateway.malloc_trim.soon(len(raw))
-            if not raw.built.model.published and self.awaits_load(raw):
+            self.gateway.malloc_trim.schedule(len(raw))
+            if not raw.built.model.is_published and self.needs_load(raw):
                 raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
             return raw.built
         if headers:  # metadata become parameters that the message does not contain
@@ -203,7 +203,7 @@ class Inferences(ActiveCount):
         self, raw: bytes, parts: Split | None, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         request_id = ""
-        self.gateway.malloc_trim.soon(len(raw))
+        self.gateway.malloc_trim.schedule(len(raw))
         try:
             message = _parsed(raw)
             request_id = message.id
@@ -292,7 +292,7 @@ class Inferences(ActiveCount):
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
-        self.gateway.malloc_trim.soon(len(encoded))
+        self.gateway.malloc_trim.schedule(len(encoded))
         if built.responses is not None and _is_plain(built.infer_request, inferred):
             in_regions = built.infer_request.region_outputs
             template = self.encoder.template(built.model, schema, inferred, in_regions)
@@ -318,16 +318,16 @@ class Inferences(ActiveCount):
 
     # --- models that are loaded on demand
 
-    def awaits_load(self, raw: bytes | ArrivingRequest) -> bool:
+    def needs_load(self, raw: bytes | ArrivingRequest) -> bool:
         """Return whether the model of a refused request is loaded on demand, with `load`."""
         if not isinstance(raw, bytes):
-            return awaits_load(self.gateway, raw.built.model.name, raw.built.model.version)
+            return needs_load(self.gateway, raw.built.model.name, raw.built.model.version)
         try:
             message = _parsed(raw)
             version = checked_version(message.model_version)
         except ShmserveError:
             return False
-        return awaits_load(self.gateway, message.model_name, version)
+        return needs_load(self.gateway, message.model_name, version)
 
     async def load(self, raw: bytes | ArrivingRequest, remaining_s: float | None) -> None:
         """Load the model of a request, within the time limits of the request and its call.

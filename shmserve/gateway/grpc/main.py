@@ -32,7 +32,7 @@ def run(data: bytes, *fds: int) -> None:
         *fds: The descriptors of the listening sockets.
     """
     start = decode_start(GatewayStart, data)
-    process.prepare(f"gateway {start.name}", f"gateway {start.name}", start.log)
+    process.prepare_process(f"gateway {start.name}", f"gateway {start.name}", start.log)
     settings = start.grpc
     assert settings is not None
     sockets = [socket.socket(fileno=fd) for fd in fds]
@@ -82,10 +82,10 @@ class GrpcFrontend(process.Frontend):
         """Notify the Watch calls."""
         self._service.health_changed()
 
-    def when_idle(self, drained: Callable[[], None]) -> None:
+    def call_when_idle(self, drained: Callable[[], None]) -> None:
         # Requests in streams count; a stream without requests, or a Watch, does not.
         listeners = ActiveCount()
         listeners.active = len(self._acceptors)
         for acceptor in self._acceptors:
             acceptor.drain(listeners.decrement)
-        listeners.when_idle(partial(self._inferences.when_idle, drained))
+        listeners.call_when_idle(partial(self._inferences.call_when_idle, drained))

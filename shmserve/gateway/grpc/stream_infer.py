@@ -125,7 +125,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: flo
     """
     stream = _Stream(inferences, call)
     # Until the end, the call holds the unread response and received parts of further requests.
-    call.on_ended = lambda: stream.trim.soon(stream.total)
+    call.on_ended = lambda: stream.trim.schedule(stream.total)
     reader = asyncio.create_task(stream.read())
     try:
         await stream.write(stall_s)
@@ -173,14 +173,14 @@ class _Stream:
                     raise
                 await self._take(raw, size)
                 self.total += len(raw)
-                self.trim.soon(len(raw))
+                self.trim.schedule(len(raw))
         finally:
             self._ended = True
             self._progress.set()
 
     async def _take(self, raw: bytes | ArrivingRequest, size: int) -> None:
         inferences, entry = self._inferences, self._submitted(raw)
-        if isinstance(entry, RequestRefused) and inferences.awaits_load(raw):
+        if isinstance(entry, RequestRefused) and inferences.needs_load(raw):
             try:
                 await inferences.load(raw, self._call.time_remaining())
             except RequestRefused as refused:

@@ -317,7 +317,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
     if size <= limit and not forwarded:
-        repeated = repeat(model.prepared, fingerprint, body, size)
+        repeated = repeat(model.templates, fingerprint, body, size)
         if repeated is not None:
             return repeated
     try:
@@ -327,11 +327,11 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
             raise JsonFault(error.message + _RAW_HINT) from None
         raise
     infer_request.parameters |= forwarded
-    if forwarded or not worth_preparing(model.prepared, fingerprint):
+    if forwarded or not worth_preparing(model.templates, fingerprint):
         return build(gateway, model, infer_request, body, size)
     built, template = build_with_template(gateway, model, infer_request, body, size)
     if template is not None:
-        store_template(model.prepared, fingerprint, infer_request, template)
+        store_template(model.templates, fingerprint, infer_request, template)
     return built
 
 

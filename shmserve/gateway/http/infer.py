@@ -23,8 +23,8 @@ from functools import partial
 
 from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.gateway.compression import accepted_encoding, deflated
-from shmserve.gateway.context import Gateway, awaits_load, resolve_model
+from shmserve.gateway.compression import compress_pieces, preferred_encoding
+from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.body import body_limit_us, header_size, read_request
 from shmserve.gateway.http.json.fingerprint import Fingerprint, repeat
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
@@ -112,7 +112,7 @@ async def infer(
 
 async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
     limit_us = time_limit(request.headers)[0]
-    if not limit_us and awaits_load(gateway, name, version):
+    if not limit_us and needs_load(gateway, name, version):
         limit_us = await body_limit_us(gateway, request)
     return await resolve_model(gateway, name, version, limit_us)
 
@@ -152,7 +152,7 @@ def _repeat(
         size = whole_size if header_length is None else header_size(header_length, whole_size)
         if size > gateway.settings.max_input_size:
             return None
-        built = repeat(model.prepared, Fingerprint(body[:size], whole_size - size), body, size)
+        built = repeat(model.templates, Fingerprint(body[:size], whole_size - size), body, size)
         if built is None:
             return None
         return submit(
@@ -273,9 +273,9 @@ async def _encode(
             cuts.append(await encode_in_turns(data, *described, trim))
     response = _assemble(template.json(request_id, cuts), binary)
     if ACCEPT_ENCODING in request.headers:
-        encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
+        encoding = preferred_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            response.pieces = [await joined(deflated(response.pieces, encoding), trim)]
+            response.pieces = [await joined(compress_pieces(response.pieces, encoding), trim)]
             response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return response
 

@@ -31,7 +31,7 @@ def run(data: bytes, *fds: int) -> None:
         *fds: The descriptors of the listening sockets.
     """
     start = decode_start(GatewayStart, data)
-    process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
+    process.prepare_process(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
     front = partial(HttpFrontend, http=http, scrapes=scrapes, run_dir=start.run_dir)
@@ -88,5 +88,5 @@ class HttpFrontend(process.Frontend):
         self._live.end()
         super().drain(on_notified, followed)
 
-    def when_idle(self, drained: Callable[[], None]) -> None:
-        self._app.when_idle(drained)
+    def call_when_idle(self, drained: Callable[[], None]) -> None:
+        self._app.call_when_idle(drained)

@@ -7,7 +7,8 @@ A `UnaryInference` has one response, a `StreamingInference` any number. `submit`
                     └──response* (streaming) ──> the last one: a final `Responded`, or a `Failed`
 
 A response with a known schema to a request with a known header is encoded by a template
-(`UnaryInference.responded`). Any other response is unpacked (`unpack`) and encoded by its protocol.
+(`UnaryInference.handle_response`). Any other response is unpacked (`unpack`), and encoded by its
+protocol.
 
 A `StreamingInference` has credit-based flow control: the scheduler sends responses only for credit,
 which is returned when responses have been sent to the client.
@@ -72,9 +73,9 @@ class ActiveCount:
         """Decrease the count by one."""
         self.active -= 1
         if not self.active and self._on_idle is not None:
-            self.when_idle(self._on_idle)
+            self.call_when_idle(self._on_idle)
 
-    def when_idle(self, on_idle: Callable[[], None]) -> None:
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         """Call `on_idle` once, as soon as the count is 0."""
         self._on_idle = on_idle if self.active else None
         if not self.active:
@@ -117,7 +118,7 @@ def submit(
             raise Unavailable(model.prefix + stopping(request.id, of_sequence=model.stateful))
         if built.regions:
             authorise(built.regions, client.peer())
-        if not model.published:
+        if not model.is_published:
             model = built.model = gateway.models.current(model)
     except BaseException:
         built.release()
@@ -143,7 +144,7 @@ def submit(
         limit=limit,
         flags=request.flags,
         correlation_id=request.correlation_id,
-        source=client.source if request.correlation_id else 0,
+        source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
     inference = make(message, gateway.schedulers, built.on_release, built, *args)
@@ -156,7 +157,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     request, model = built.infer_request, built.model
     explained = request.parameters.get("explain") is True
     of_model = (model.name, model.version, request.id)
-    trace = built.trace = gateway.tracer.begin(*of_model, arrived_ns, traceparent, explained)
+    trace = built.trace = gateway.tracer.begin_trace(*of_model, arrived_ns, traceparent, explained)
     if trace is None:
         return ""
     if trace.explained:
@@ -170,7 +171,7 @@ async def reload(gateway: Gateway, built: BuiltRequest) -> None:
     Raises:
         ShmserveError: As in `resolve_model`. The resources of the request are released.
     """
-    if built.model.published:
+    if built.model.is_published:
         return
     try:
         await resolve_model(gateway, built.model.name, built.model.version)
@@ -227,7 +228,7 @@ class UnaryInference(GatewayRequest):
     message: Response | None = field(init=False, default=None)
     encoded: Any = field(init=False, default=None)
 
-    def responded(self, message: Response) -> None:
+    def handle_response(self, message: Response) -> None:
         if not self.ended:
             self.discard(message)  # surplus response: the model has exactly one response
             return
@@ -296,7 +297,7 @@ class StreamingInference(GatewayRequest):
         self._window = ReadWindow(any(output.memory_range is not None for output in outputs))
         self.templates = BoundedCache(_MOST_TEMPLATES)
 
-    def responded(self, message: Response) -> None:
+    def handle_response(self, message: Response) -> None:
         if isinstance(message, m.Finished):
             packed = (message.schema, message.data)
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)

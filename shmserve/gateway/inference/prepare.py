@@ -31,7 +31,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.region_table import GatewayRegion, RegionTable, Uses
+from shmserve.gateway.region_table import GatewayRegion, RegionReferences, RegionTable
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
@@ -98,13 +98,13 @@ class Resources:
         self._budget = budget
         self._table = regions
         self._offset = -1
-        self._uses: Uses | None = None
+        self._uses: RegionReferences | None = None
 
     @property
-    def uses(self) -> Uses:
+    def uses(self) -> RegionReferences:
         """Return the references of the request to regions."""
         if self._uses is None:
-            self._uses = Uses(self._table)
+            self._uses = RegionReferences(self._table)
         return self._uses
 
     @property
@@ -180,7 +180,7 @@ class RequestTemplate:
         self,
         built: BuiltRequest,
         sizes: Sequence[int | None],
-        uses: Uses | None,
+        uses: RegionReferences | None,
         resources: Callable[[], Resources] | None,
     ) -> None:
         """Derive the template from the first request with a header.
@@ -201,7 +201,7 @@ class RequestTemplate:
         self._sizes = [size for size in sizes if size is not None]
         layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
         self._cut: Callable[[bytes, int], tuple[bytes, ...]] = layout.unpack_from
-        self._uses = uses.pattern() if uses is not None else None
+        self._uses = uses.as_template() if uses is not None else None
         self._resources = resources
         self._responses: BoundedCache[bytes, Any] = BoundedCache(_MOST_RESPONSES)
 
@@ -226,7 +226,7 @@ class RequestTemplate:
         regions: Sequence[GatewayRegion] = ()
         data: list[Any] = [*tensors]
         if self._uses is not None:
-            uses = Uses.renew(self._uses)
+            uses = RegionReferences.from_template(self._uses)
             if uses is None:
                 return None
             on_release, regions = uses.release, uses.regions
@@ -343,14 +343,14 @@ def check_request(
     for tensor, location in zip(request.inputs, stored, strict=True):
         if location is None:
             assert tensor.memory_range is not None
-            location = resources.uses.take(tensor.memory_range)
+            location = resources.uses.reference_range(tensor.memory_range)
         tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, location))
     outputs = [
         RequestedOutput(
             output.name,
             None
             if output.memory_range is None
-            else resources.uses.take(output.memory_range, write=True),
+            else resources.uses.reference_range(output.memory_range, write=True),
         )
         for output in request.outputs
     ]

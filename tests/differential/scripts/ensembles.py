@@ -54,7 +54,7 @@ def through(model: str, given: str, made: str, more: str = "") -> str:
 
 
 def one_by_one(*asks: Ask) -> list[Ask | Drain]:
-    return [step for each in asks for step in (each, Drain())]
+    return [step for ask in asks for step in (ask, Drain())]
 
 
 def two(name: str, first: str, second: str, *asks: Ask, known: Sequence[Known] = ()) -> Script:

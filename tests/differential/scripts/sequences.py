@@ -85,8 +85,8 @@ def direct_lone_beside_idle() -> Script:
     steps: list[Step] = []
     for number in (1, 2, 3, 4):
         steps += [ask(number, start=True), Drain()]
-    for each in (ask(1), ask(3), ask(1, end=True), ask(5, start=True), ask(3, end=True)):
-        steps += [each, Drain()]
+    for request in (ask(1), ask(3), ask(1, end=True), ask(5, start=True), ask(3, end=True)):
+        steps += [request, Drain()]
     return scene(name, [*steps, ask(6, start=True), Drain()], instances=2)
 
 

@@ -45,7 +45,7 @@ TEXT = [Known("responses.*.error.1", "the text is without file and line")]
 
 def streamed(name: str, one: str, *values: int, known: list[Known] | None = None) -> Script:
     """A decoupled model, asked one request at a time."""
-    steps = [each for value in values for each in (_ask(name, value), Drain())]
+    steps = [step for value in values for step in (_ask(name, value), Drain())]
     return Script(name, [recorder(name, MANY, one=one)], steps, known or COUNTED)
 
 

@@ -155,7 +155,7 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
                 until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
             started.process.send_signal(signal.SIGTERM)
             until("nobody is let in", lambda: refuses(started.http_port))
-        assert {model: each.result() for model, each in answers.items()} == {
+        assert {model: future.result() for model, future in answers.items()} == {
             model: made for model, (_, _, made) in asked.items()
         }
         assert started.wait_exit(20) == 0

@@ -231,4 +231,4 @@ def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, m
             assert server.gate.is_idle(0.01)
         for visit in visits:
             visit.release()
-        assert [sorted(each.result()) for each in got] == [[[0], [1], [2], [3]]] * 2
+        assert [sorted(future.result()) for future in got] == [[[0], [1], [2], [3]]] * 2

@@ -184,7 +184,7 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
     )
     found = completion.choices[0].logprobs
     assert found is not None and found.tokens is not None and found.top_logprobs is not None
-    assert len(found.tokens) == 3 and all(len(each) >= 1 for each in found.top_logprobs)
+    assert len(found.tokens) == 3 and all(len(top) >= 1 for top in found.top_logprobs)
     chat = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "a"}],
@@ -194,7 +194,7 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
     )
     content = chat.choices[0].logprobs
     assert content is not None and content.content is not None
-    assert [len(each.top_logprobs) for each in content.content] == [2, 2, 2]
+    assert [len(top.top_logprobs) for top in content.content] == [2, 2, 2]
 
 
 def test_generate_and_its_stream(generative: Server, greedy: Greedy) -> None:
@@ -242,7 +242,7 @@ def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
 def test_embeddings(client: openai.OpenAI) -> None:
     texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
     found = client.embeddings.create(model="embedder", input=texts)
-    assert [each.embedding for each in found.data] == [[len(t), ord(t[0])] for t in texts]
+    assert [row.embedding for row in found.data] == [[len(t), ord(t[0])] for t in texts]
     plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
     assert plain.data[0].embedding == [3, ord("x")]
 
@@ -251,8 +251,8 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
     listed = {model.id: model for model in client.models.list()}
     assert listed.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
     extra = [listed[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")]
-    assert [each["root"] for each in extra] == ["tiny", "tiny", "embedder"]
-    assert [bool(each["max_model_len"]) for each in extra] == [True, True, False]
+    assert [card["root"] for card in extra] == ["tiny", "tiny", "embedder"]
+    assert [bool(card["max_model_len"]) for card in extra] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
     made = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
     assert made.model == "tiny"
@@ -418,7 +418,7 @@ def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     text = client.completions.create(**asked).choices[0].text
-    word = next(each for each in text[3:] if each.isascii())
+    word = next(character for character in text[3:] if character.isascii())
     other = client.completions.create(**asked, extra_body={"bad_words": [word]}).choices[0].text
     assert word in text and word not in other
 

@@ -89,7 +89,7 @@ def test_an_evaluation_finds_what_transformers_finds(
 ) -> None:
     """Sends the requests of lm-eval's `local-completions`, and evaluates the responses like it."""
     continuations = [tokens[:4], tokens[2:7], tokens[:1]]
-    prompts = [[*tokens, *each] for each in continuations]
+    prompts = [[*tokens, *continuation] for continuation in continuations]
     found = client.completions.create(
         model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
     )
@@ -101,7 +101,7 @@ def test_an_evaluation_finds_what_transformers_finds(
         rows = scores(prompt)[len(tokens) - 1 : -1]
         row = rows[range(len(rows)), prompt[len(tokens) :]]
         assert sum(told.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
-        likeliest = [max(each.values()) for each in told.top_logprobs[part]]
+        likeliest = [max(continuation.values()) for continuation in told.top_logprobs[part]]
         greedy = [
             one == most for one, most in zip(told.token_logprobs[part], likeliest, strict=True)
         ]
@@ -131,7 +131,7 @@ def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
         logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
     ).choices[0]  # fmt: skip
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    told = b"".join(bytes(each.bytes or ()) for each in choice.logprobs.content)
+    told = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
     specials = "<|end|>", "<|user|>", "<|model|>"
     text = told.decode(errors="replace")
     for special in specials:
@@ -178,7 +178,7 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
         if given is None:
             continue
         content = json.loads(given)["content"]
-        assert [each["token_id"] for each in content[: len(tokens)]] == tokens
-        for memory_range, each in enumerate(content[1 : len(tokens)], 1):
+        assert [entry["token_id"] for entry in content[: len(tokens)]] == tokens
+        for memory_range, entry in enumerate(content[1 : len(tokens)], 1):
             mine = wanted[memory_range - 1, tokens[memory_range]].item()
-            assert each["logprob"] == pytest.approx(mine, abs=1e-4)
+            assert entry["logprob"] == pytest.approx(mine, abs=1e-4)

@@ -71,8 +71,8 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
     asked = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
         answer = client.completions.create(**asked)
-        for memory_range, each in enumerate(answer if more.get("stream") else [answer]):
-            for choice in each.choices:
+        for memory_range, chunk in enumerate(answer if more.get("stream") else [answer]):
+            for choice in chunk.choices:
                 told = choice.logprobs
                 columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
                 found[choice.index] += zip(*columns, strict=True)

@@ -57,7 +57,7 @@ def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(CALLS // TOGETHER):
             asked = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
-            assert all(is_answer(each.result()) for each in asked)
+            assert all(is_answer(call.result()) for call in asked)
         assert proxy.connections == 1
 
 
@@ -223,7 +223,7 @@ def test_reflection(plain: Way, version: str) -> None:
     ]
     listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
     assert listed.valid_host == "here"
-    assert [each.name for each in listed.list_services_response.service] == SERVICES
+    assert [service.name for service in listed.list_services_response.service] == SERVICES
     for answer in (*described, by_name):
         first, *needed = answer.file_descriptor_response.file_descriptor_proto
         assert first == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed

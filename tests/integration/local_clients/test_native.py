@@ -113,7 +113,7 @@ def test_the_guides_models_are_the_examples() -> None:
     examples = {"models": ("native_model", "native_stream"), "sequences": ("native_sequence",)}
     for page, names in examples.items():
         found = blocks(GUIDE / f"{page}.md")
-        shown = [each.text for each in found if (each.language, each.use) == ("python", "")]
+        shown = [block.text for block in found if (block.language, block.use) == ("python", "")]
         for text, name in zip(shown, names, strict=True):
             assert text in (ROOT / "examples" / f"{name}.py").read_text()
 

@@ -592,8 +592,8 @@ def test_a_reload_under_load_fails_nobody(gated: Server, client: shmserve.client
                 until("it is asked on", partial(lambda most: asked > most, enough))
         finally:
             over.set()
-        for each in asking:
-            each.result()
+        for thread in asking:
+            thread.result()
 
 
 def test_an_unloaded_model_is_not_found(gated: Server) -> None:

@@ -101,7 +101,7 @@ def test_an_archive_is_unpacked_once_and_removed(
     with server.http() as http:
         prefix = answer(http, "one")[1]
         assert answer(http, "other") == [3, prefix, f"{prefix}/bin"]
-        assert [str(each) for each in copies.iterdir() if each.is_dir()] == [prefix]
+        assert [str(path) for path in copies.iterdir() if path.is_dir()] == [prefix]
         server.find_one("worker other.0").kill()
         server.unload("one")
         assert answer(http, "other")[1] == prefix

@@ -402,8 +402,8 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         assert region.pop("key").startswith("/")
         assert region == {"name": "r", "offset": 0, "byte_size": 4096}
         printed.append((found, config, stats))
-    for each in printed[1:]:
-        assert each == printed[0]
+    for line in printed[1:]:
+        assert line == printed[0]
 
 
 def test_client_without_a_server(

@@ -41,7 +41,7 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
         (found,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
     rows = found["response_stats"]
     counts = {
-        index: {name: each["count"] for name, each in row.items()} for index, row in rows.items()
+        index: {name: entry["count"] for name, entry in row.items()} for index, row in rows.items()
     }
     nothing = dict.fromkeys(
         ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"), 0

@@ -133,7 +133,7 @@ class Stage:
     def end(self) -> int:
         """Stop the scheduler and then its process; return the exit status."""
         self.tell(Stop())
-        while SchedulerClosed(NUMBER, "") not in [each for _, each in self.all(self.control)]:
+        while SchedulerClosed(NUMBER, "") not in [message for _, message in self.all(self.control)]:
             pass
         self.control.post(self.host, Stop())
         self.control.flush()

@@ -135,10 +135,10 @@ def test_what_others_took_is_told(
     server: Server, model: str, given: str, key: str, inner: list[str]
 ) -> None:
     told = explained(server, model, given)
-    assert [each["model"] for each in told[key]] == inner
-    for each in told[key]:
-        assert sum(each[phase] for phase in PHASES) <= each["total_us"] <= told["total_us"]
-        assert each["batch_closed"] == "idle"
+    assert [trace["model"] for trace in told[key]] == inner
+    for trace in told[key]:
+        assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= told["total_us"]
+        assert trace["batch_closed"] == "idle"
 
 
 def slow_lines(server: Server, model: str) -> list[Any]:
@@ -274,7 +274,7 @@ def stream_by_grpc(server: Server) -> Any:
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
         *some, last = client.stream("many", X=ROW[0], parameters={"explain": True})
-    assert [each["Y"].item() for each in some] == [1, 1] and not some[-1].parameters
+    assert [response["Y"].item() for response in some] == [1, 1] and not some[-1].parameters
     return last.parameters["explanation"]
 
 
@@ -326,9 +326,9 @@ OFF = {
 def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """Return the requests of a trace file: their fields, and their timestamps."""
     entries = json.loads(path.read_text())
-    stamps = {each["id"]: each["timestamps"] for each in entries if "timestamps" in each}
-    about = [each for each in entries if "model_name" in each]
-    return [(each, {one["name"]: one["ns"] for one in stamps[each["id"]]}) for each in about]
+    stamps = {entry["id"]: entry["timestamps"] for entry in entries if "timestamps" in entry}
+    about = [entry for entry in entries if "model_name" in entry]
+    return [(entry, {one["name"]: one["ns"] for one in stamps[entry["id"]]}) for entry in about]
 
 
 def test_settings_are_changed_and_given_back(traced: Server, tmp_path: Path) -> None:
@@ -375,8 +375,10 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
             http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {})
             until("it is written", lambda: path.exists() and len(entries_in(path)) > before)
             entries = entries_in(path)[before:]
-            assert any("timestamps" in each for each in entries) == (len(level) == 2)
-            tensors = [(each["activity"], each["tensor"]) for each in entries if "tensor" in each]
+            assert any("timestamps" in entry for entry in entries) == (len(level) == 2)
+            tensors = [
+                (entry["activity"], entry["tensor"]) for entry in entries if "tensor" in entry
+            ]
             return [(activity, *tensor.values()) for activity, tensor in tensors]
 
         assert traced("one") == [
@@ -419,7 +421,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     text = 'A "word", \\ and ü.' * 200_000
     sent = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
     flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
-    with running(models, *(f"--trace-config={each}" for each in flags)) as server:
+    with running(models, *(f"--trace-config={flag}" for flag in flags)) as server:
         for model, values in sent.items():
             before = len(entries_in(path)) if path.exists() else 0
             name = "IN" if model == "twice" else "X"
@@ -428,14 +430,14 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
                 given = httpclient.InferInput(name, list(values.shape), datatype)
                 client.infer(model, [given.set_data_from_numpy(values)])
             until("it is written", partial(is_longer, path, before))
-            tensors = [each["tensor"] for each in entries_in(path)[before:] if "tensor" in each]
+            tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
             assert len(tensors) == (6 if model == "twice" else 2)
-            for each in tensors:
-                assert each["shape"] == str(len(values))
+            for flag in tensors:
+                assert flag["shape"] == str(len(values))
                 if model == "words":
-                    assert each["data"] == f'"{text}"'
+                    assert flag["data"] == f'"{text}"'
                 else:
-                    found = np.array(each["data"].split(","), np.float32)
+                    found = np.array(flag["data"].split(","), np.float32)
                     np.testing.assert_allclose(found, numbers, rtol=1e-5)  # six digits
 
 
@@ -487,7 +489,7 @@ def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
     with shmserve.client.connect(traced.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
-    traces = {(each["model_name"], "parent_id" in each): (each, at) for each, at in read(path)}
+    traces = {(trace["model_name"], "parent_id" in trace): (trace, at) for trace, at in read(path)}
     root, at = traces["both", False]
     assert root["request_id"] == "me"
     assert root["model_version"] == 1
@@ -521,7 +523,7 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_p
             http.infer("two", {"inputs": [json_input("X", ROW)]}).ok()
     paths = [tmp_path / "traces.0", tmp_path / "traces.1"]
     until("two files are written", lambda: paths[1].exists() and paths[1].stat().st_size)
-    ids = [[each["request_id"] for each, _ in read(path)] for path in paths]
+    ids = [[trace["request_id"] for trace, _ in read(path)] for path in paths]
     assert ids == [["1", "3"], ["5"]]
     assert not (tmp_path / "traces").exists()
 
@@ -532,8 +534,10 @@ def collected(models: Path) -> Iterator[tuple[Server, Collector]]:
     with collector() as made:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         exporter = (f"url={made.url}", "resource=deployment=test", "bsp_schedule_delay=100")
-        told = (*flags, *(f"opentelemetry,{each}" for each in exporter))
-        with running(models, *(f"--trace-config={each}" for each in told), grpc=True) as started:
+        told = (*flags, *(f"opentelemetry,{setting}" for setting in exporter))
+        with running(
+            models, *(f"--trace-config={setting}" for setting in told), grpc=True
+        ) as started:
             yield started, made
 
 
@@ -603,14 +607,14 @@ def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> 
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE not in {each.trace_id.hex() for each in spans_of(made, 8).values()}
+        assert TRACE not in {span.trace_id.hex() for span in spans_of(made, 8).values()}
 
 
 def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
     with collector() as made:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         told = (*flags, f"opentelemetry,url={made.url}", "opentelemetry,bsp_schedule_delay=60000")
-        with running(models, *(f"--trace-config={each}" for each in told)) as server:
+        with running(models, *(f"--trace-config={setting}" for setting in told)) as server:
             with server.http() as http:
                 http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
             assert not made.spans

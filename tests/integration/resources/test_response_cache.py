@@ -65,7 +65,7 @@ def test_what_came_before_is_not_executed(
         assert again.get_response()["id"] == "two"
     after = stats(http, model)
     for part, more in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
-        counts = [each["inference_stats"][part]["count"] for each in (before, after)]
+        counts = [statistics["inference_stats"][part]["count"] for statistics in (before, after)]
         assert counts[1] - counts[0] == more, part
     assert after["execution_count"] - before["execution_count"] == 1
     assert after["inference_count"] - before["inference_count"] == 1

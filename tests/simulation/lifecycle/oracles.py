@@ -250,7 +250,7 @@ class LifecycleOracles:
 
     def _check_unknown(self, version: ObservedVersion, how: str) -> None:
         audience = self._executor.audience
-        endpoints = {each for each, has in audience.by_endpoint.items() if has is version}
+        endpoints = {endpoint for endpoint, has in audience.by_endpoint.items() if has is version}
         for gateway in audience.gateways:
             if any(news.endpoint in endpoints for news in gateway.known.values()):
                 self.broke(f"3: {version} is {how}, and a gateway would send it a request")

@@ -175,7 +175,7 @@ def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
     }
     with Region(memories, given) as region:
         kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
-        assert {name: each[1] for name, each in region.specs.items()} == kinds
+        assert {name: spec[1] for name, spec in region.specs.items()} == kinds
         assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
 
 
@@ -249,9 +249,9 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, large: 
     works = []
     for number in range(3):
         options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
-        for each in (PLAIN, options):
-            built = prepare(memories, model, {"x": x}, None, each)
-            assert built.options is each
+        for value in (PLAIN, options):
+            built = prepare(memories, model, {"x": x}, None, value)
+            assert built.options is value
             works.append((built.schema, built.data))
             built.end()
     assert works == works[:1] * 6 and len(model.prepared) == 1

@@ -67,7 +67,7 @@ def report(name: str, version: str) -> dict[str, Any]:
     }
     empty = {"count": 0, "ns": 0}
     flat = {"inference_count": 3_000_000_001, "execution_count": 2, "success": 3, "fail": 3}
-    flat |= {f"{key}_ns": each["ns"] for key, each in stats.items()}
+    flat |= {f"{key}_ns": entry["ns"] for key, entry in stats.items()}
     flat |= dict.fromkeys(("cache_hit", "cache_miss", "cache_hit_ns", "cache_miss_ns"), 0)
     counts = [1, 0, 2, 0]
     histogram = {"buckets": [0.001, 0.01, 1.0], "counts": counts, "sum": 0.5, "count": 3}

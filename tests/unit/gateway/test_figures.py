@@ -44,8 +44,8 @@ def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, An
     """The rows of a model, one look after the other."""
     figures = Figures()
     return [
-        figures.rows([{"name": "m", "version": "1", "shmserve": each}], at * every_s)["m/1"]
-        for at, each in enumerate(reports)
+        figures.rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
+        for at, report in enumerate(reports)
     ]
 
 
@@ -57,7 +57,7 @@ def test_the_first_snapshot_has_only_totals() -> None:
 
 def test_rates_are_of_the_window() -> None:
     rows = rows_of(*(report(10 * number) for number in range(30)))
-    assert [each["recent"]["rate"] for each in rows[1:]] == [10.0] * 29
+    assert [row["recent"]["rate"] for row in rows[1:]] == [10.0] * 29
     assert rows[-1]["recent"]["sizes"] == {"1": 10 * WINDOW_S}
     assert rows[-1]["recent"]["closed"] == {"full": 10 * WINDOW_S}
     assert rows[-1]["recent"]["batch"] == 1.0
@@ -122,8 +122,8 @@ def test_models_are_ranked_by_their_problem(
 
 def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     lost = [0] * 5 + [1] * 10 + [3] * 400
-    rows = rows_of(*(report(workers_lost=each) for each in lost), every_s=10.0)
-    found = [each["because"].removesuffix(" within an hour") for each in rows]
+    rows = rows_of(*(report(workers_lost=count) for count in lost), every_s=10.0)
+    found = [count["because"].removesuffix(" within an hour") for count in rows]
     assert found[4:7] == ["", "1 worker died", "1 worker died"]
     assert found[15:365] == ["3 workers died"] * 350
     assert found[366] == "2 workers died", "the first one died an hour ago"

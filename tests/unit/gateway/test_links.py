@@ -34,7 +34,7 @@ class Asked(GatewayRequest):
 
     heard: list[Any] = field(default_factory=list)
 
-    def responded(self, message: Any) -> None:
+    def handle_response(self, message: Any) -> None:
         self.heard.append(message)
 
 
@@ -170,7 +170,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
-        others = [each for each in await rig.receive(6) if not isinstance(each, m.Submit)]
+        others = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
         release = m.Release(4321, [4096], 1)
         assert others == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 
@@ -214,7 +214,7 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> 
         elif end == "lost":
             assert isinstance(future.exception(), Unavailable)
         await asyncio.sleep(0)
-        assert not rig.schedulers._reports
+        assert not rig.schedulers._pending_statistics
 
     run(tmp_path, story)
 

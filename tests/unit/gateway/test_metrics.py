@@ -24,7 +24,7 @@ def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
     more: dict[str, Any], other: int
 ) -> None:
     families = metrics.triton_families([report(**more)], latencies=False)
-    failures = next(each for each in families if each.name == "nv_inference_request_failure")
+    failures = next(family for family in families if family.name == "nv_inference_request_failure")
     assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {other}' in failures.samples
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
 

@@ -28,7 +28,7 @@ def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
         name, data = frame.decode().rstrip("\n").split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
-    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
 
@@ -136,7 +136,7 @@ def test_items_are_ordered_and_stored() -> None:
             Delta(0, "", "stop", usage=USAGE, message={}),
         ],
     )
-    kinds = [each["type"].removeprefix("response.") for each in found]
+    kinds = [event["type"].removeprefix("response.") for event in found]
     part = ["output_item.added", "content_part.added"]
     ends = ["content_part.done", "output_item.done"]
     assert kinds == [

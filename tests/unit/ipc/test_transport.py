@@ -178,7 +178,9 @@ def test_a_peer_that_connects_is_accepted_while_an_only_peer_floods(
         received += router.receive()
     other.close()
     assert (b"other", m.Cancel(1)) in received
-    assert [each for peer, each in received if peer == b"me"] == list(map(m.Cancel, range(2, 40)))
+    assert [message for peer, message in received if peer == b"me"] == list(
+        map(m.Cancel, range(2, 40))
+    )
 
 
 class _CountingPoll:

@@ -23,8 +23,8 @@ def test_a_percentile_is_the_least_that_so_many_do_not_exceed(
     found = measure.percentile(values(given), percent)
     need = percent / 100 * len(given) - 1e-6
     assert found in given
-    assert sum(each <= found for each in given) >= need
-    assert sum(each < found for each in given) < need + 1e-5
+    assert sum(sample <= found for sample in given) >= need
+    assert sum(sample < found for sample in given) < need + 1e-5
 
 
 def test_percentiles_of_a_hundred() -> None:

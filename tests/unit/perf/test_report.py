@@ -74,9 +74,9 @@ def test_the_picture_is_svg(values: list[float]) -> None:
     found = [replace(POINT, value=value, per_second=500 * value) for value in values]
     root = ET.fromstring(report.draw("<m> & n", found))
     assert root.tag.endswith("svg")
-    texts = [each.text or "" for each in root.iter() if each.tag.endswith("text")]
+    texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
     assert texts[0].startswith("<m> & n")
-    marks = [each for each in root.iter() if each.tag.endswith("circle")]
+    marks = [element for element in root.iter() if element.tag.endswith("circle")]
     assert len(marks) == (5 if len(values) == 1 else 9)
 
 

@@ -203,9 +203,9 @@ def test_the_picture_has_every_run_and_the_target() -> None:
     trials = [Trial(Candidate(1, n), 100.0 * n, 10.0 * n) for n in range(1, 6)]
     failed = Trial(Candidate(1, 9), 0.0, float("inf"), 1)
     root = ET.fromstring(report.draw_trials("a & b", [*trials, failed], 30.0))
-    circles = [each for each in root.iter() if each.tag.endswith("circle")]
+    circles = [element for element in root.iter() if element.tag.endswith("circle")]
     assert len(circles) == len(trials) + 2
-    assert sum(each.tag.endswith("polyline") for each in root.iter()) == 1
+    assert sum(element.tag.endswith("polyline") for element in root.iter()) == 1
 
 
 def test_numbers_of_a_described_candidate_agree_with_their_nouns() -> None:

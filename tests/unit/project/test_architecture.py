@@ -26,7 +26,7 @@ def names(file: Path) -> set[str]:
     for node in ast.parse(file.read_text()).body:
         match node:
             case ast.ClassDef(name=name):
-                found |= {name} | {f"{name}.{each}" for each in _members(node)}
+                found |= {name} | {f"{name}.{member}" for member in _members(node)}
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 found.add(name)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
@@ -36,7 +36,7 @@ def names(file: Path) -> set[str]:
 
 def _members(node: ast.ClassDef) -> set[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {each.name for each in node.body if isinstance(each, kinds)}
+    return {definition.name for definition in node.body if isinstance(definition, kinds)}
 
 
 def test_it_is_read_in_one_go() -> None:

@@ -11,7 +11,10 @@ THEIRS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"
 
 def test_each_value_that_differs_is_found_where_it_is() -> None:
     found = differences(OURS, THEIRS)
-    assert [each.where for each in found] == ["responses.a.error.1", "statistics.m.count"]
+    assert [difference.where for difference in found] == [
+        "responses.a.error.1",
+        "statistics.m.count",
+    ]
     assert differences(OURS, OURS) == []
 
 

@@ -174,11 +174,13 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
                 where[node] = path
 
     def documented(of: ast.ClassDef, name: str) -> bool:
-        own = (each for each in of.body if getattr(each, "name", "") == name)
-        if any(ast.get_docstring(each) for each in own):  # type: ignore[arg-type]
+        own = (definition for definition in of.body if getattr(definition, "name", "") == name)
+        if any(ast.get_docstring(definition) for definition in own):  # type: ignore[arg-type]
             return True
         bases = (re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in of.bases)
-        return any(documented(each, name) for base in bases for each in classes.get(base, []))
+        return any(
+            documented(definition, name) for base in bases for definition in classes.get(base, [])
+        )
 
     missing = [
         f"{path.relative_to(ROOT)}:{method.lineno} {of.name}.{method.name}"
@@ -208,7 +210,7 @@ def template(node: ast.expr) -> str:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr():
-            return "".join(template(each) or "X" for each in node.values)
+            return "".join(template(value) or "X" for value in node.values)
         case ast.BinOp(op=ast.Add()):
             return template(node.left) + template(node.right)
     return ""

@@ -431,15 +431,15 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
-    assert [each.data[0] for each in batch.requests] == [b"w%d" % number for number in ahead]
+    assert [request.data[0] for request in batch.requests] == [b"w%d" % number for number in ahead]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     ran = []
     while executes := rig.executes():
         for _, batch in executes:
-            ran.append([each.data[0] for each in batch.requests])
+            ran.append([request.data[0] for request in batch.requests])
             rig.finish(peer, batch)
-    assert ran == [[b"w%d" % number for number in each] for each in ([running], ahead, later)]
+    assert ran == [[b"w%d" % number for number in request] for request in ([running], ahead, later)]
 
 
 @pytest.mark.parametrize(
@@ -577,12 +577,12 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
-    keys = [each.key for each in batch.requests]
+    keys = [request.key for request in batch.requests]
     rig.client(m.Cancel(first))
     rig.supervisor(ProcessExited(7000, ""))
     told = rig.to_workers()
     assert m.ReaderExited(7000) in told
-    assert {each.key for each in told if isinstance(each, m.CancelExecution)} == set(keys)
+    assert {request.key for request in told if isinstance(request, m.CancelExecution)} == set(keys)
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok(keys[0]), ok(keys[1], response_in_arena(100, 64)))
     assert rig.answers() == [] and second

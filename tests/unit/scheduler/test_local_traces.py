@@ -53,7 +53,9 @@ def test_one_of_so_many_is_told() -> None:
     for number in range(1, 5):
         assert bool(made.begin(PEER, submit(number)).trace) is (number % 2 == 0)
         made.ended(PEER, Finished(number, b"", [], spans=b"spans"))
-    assert [(each.sampled, each.spans, each.error) for each in told] == [(True, b"spans", "")] * 2
+    assert [(record.sampled, record.spans, record.error) for record in told] == [
+        (True, b"spans", "")
+    ] * 2
     assert isinstance(told[0], RequestTraced) and told[0].request_id == "id"
 
 
@@ -62,7 +64,7 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
     made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
     made.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
     made.ended(PEER, Finished(1, b"", []))
-    assert [TraceContext.of(each.trace).trace_id for each in told] == ["1" * 32] * sampled
+    assert [TraceContext.of(record.trace).trace_id for record in told] == ["1" * 32] * sampled
     made.begin(PEER, submit(2, TraceContext.new().message))  # requests an explanation, but no trace
     made.ended(PEER, Finished(2, b"", []))
     assert len(told) == 1 + sampled
@@ -71,20 +73,20 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
 def test_slow_ones_are_told_at_their_last_response() -> None:
     made, told = traces(slow_ms=100)
     quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
-    for each in (quick, slow, failing, gone):
-        assert made.begin(PEER, each).trace
+    for request in (quick, slow, failing, gone):
+        assert made.begin(PEER, request).trace
     made.ended(PEER, Finished(1, b"", []))
     made.ended(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not told
     made.ended(PEER, Responded(2, "", "", b"", [], final=True))
     made.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     made.ended(PEER, Settled(3))
-    assert [(each.sampled, each.error) for each in told] == [(False, ""), (False, "boom")]
+    assert [(request.sampled, request.error) for request in told] == [(False, ""), (False, "boom")]
     made.process_exited(901)
     assert made.open
     made.begin(PEER, submit(5, age_ms=150))
     made.process_exited(900)
     assert not made.open
-    assert [each.error for each in told[2:]] == [
+    assert [request.error for request in told[2:]] == [
         "the client has disconnected"
     ]  # the other request was faster than the limit of slow requests

@@ -21,7 +21,7 @@ def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
 
 def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     return {
-        index: {name: (each["count"], each["ns"]) for name, each in row.items() if each != NONE}
+        index: {name: (entry["count"], entry["ns"]) for name, entry in row.items() if entry != NONE}
         for index, row in report["response_stats"].items()
     }
 
@@ -133,8 +133,8 @@ def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_schedul
     assert "responses" not in kept.statistics
     assert kept.statistics.keys() == before.keys() - {"responses"}
     for known in ([], [StatisticsSnapshot(before, [])]):
-        for each in (*known, kept):
-            counts.update(each.statistics, each.metrics)
+        for row in (*known, kept):
+            counts.update(row.statistics, row.metrics)
         successor = Rig(decoupled=True)
         successor.scheduler.restore(counts.snapshot, [])
         assert successor.report()["inference_stats"]["success"]["count"] == 1

@@ -158,7 +158,7 @@ NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
 def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
-    made = limiter(*[[Needs(each, 1 + n) for n, each in enumerate(m)] for m in members])
+    made = limiter(*[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members])
     needs: dict[Any, dict[tuple[str, int], int]] = {}
     held: dict[Any, None] = {}
     waiting: dict[Any, None] = {}
@@ -233,7 +233,7 @@ def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
     notified: list[Any] = []
     tickets = Tickets(True, {("R", None): 2}, lambda pid, message: notified.append((pid, message)))
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
-        tickets.join(member, {i: Needs({R: each}, 1) for i, each in enumerate(needs)})
+        tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
     tickets.handle(100, AskTicket(1, 0, 11))
     notified.clear()

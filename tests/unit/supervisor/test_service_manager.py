@@ -186,7 +186,9 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
     """What a process finds that is given these as its first descriptors."""
 
     def memory_range() -> None:
-        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in sockets]  # beyond their places
+        copies = [
+            fcntl.fcntl(socket, fcntl.F_DUPFD, 100) for socket in sockets
+        ]  # beyond their places
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
@@ -208,7 +210,7 @@ def test_sockets_are_taken_by_their_names() -> None:
         socket.create_server(("127.0.0.1", 0)) as http,
         socket.create_server(("127.0.0.1", 0)) as grpc,
     ):
-        ports = [each.getsockname()[1] for each in (http, grpc)]
+        ports = [listener.getsockname()[1] for listener in (http, grpc)]
         found = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
         assert ask([http, grpc], "http:grpc") == [str(found), "[]"]
         assert ask([http], "http", pid="1") == ["{}", "[]"]

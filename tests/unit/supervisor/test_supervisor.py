@@ -19,7 +19,7 @@ from shmserve.supervisor.supervisor import Supervisor
 
 def supervisor() -> Any:
     config = from_flags(parse(["--model-repository=/tmp"]), {})
-    parts: dict[str, Any] = {each.name: MagicMock() for each in fields(Supervisor) if each.init}
+    parts: dict[str, Any] = {field.name: MagicMock() for field in fields(Supervisor) if field.init}
     parts["context"] = MagicMock(tasks=set(), config=config)
     parts["context"].local_clients.redirect = AsyncMock()
     parts["endings"] = asyncio.Queue()

@@ -109,8 +109,8 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
     )
     model_spec = ModelSpec.of(source)
     seen = as_model_sees(model_spec)
-    assert [each.name for each in seen.input] == ["X", "START", "I", "J"]
-    assert [each.name for each in seen.output] == ["Y", "O"]
+    assert [tensor.name for tensor in seen.input] == ["X", "START", "I", "J"]
+    assert [tensor.name for tensor in seen.output] == ["Y", "O"]
     assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
     assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
     assert made_here(model_spec) == {"START", "I", "O", "J", "Y"}

@@ -72,14 +72,14 @@ class FakeEngine:
     async def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         self.priorities.append(priority)
         try:
-            for each in self.outputs:
-                if each is None:
+            for output in self.outputs:
+                if output is None:
                     await self.pause.wait()
-                elif isinstance(each, Exception):
-                    raise each
+                elif isinstance(output, Exception):
+                    raise output
                 else:
                     self.taken += 1
-                    yield each
+                    yield output
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
             raise
@@ -142,13 +142,13 @@ class Model(Streams):
             yield message.message
         elif message.schema:
             found = {}
-            for each in unpack_inferred(message.schema, message.data).outputs:
-                assert isinstance(each.data, bytes)
-                if each.datatype == "BYTES":
-                    array = decode_bytes(memoryview(each.data), each.shape, each.name, "m")
-                    found[each.name] = [text.decode() for text in array.ravel()]
+            for output in unpack_inferred(message.schema, message.data).outputs:
+                assert isinstance(output.data, bytes)
+                if output.datatype == "BYTES":
+                    array = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
+                    found[output.name] = [text.decode() for text in array.ravel()]
                 else:
-                    found[each.name] = np.frombuffer(each.data, NUMPY[each.datatype]).tolist()
+                    found[output.name] = np.frombuffer(output.data, NUMPY[output.datatype]).tolist()
             yield found
         if message.final:
             yield "end"
@@ -332,13 +332,13 @@ def test_logprobs_of_an_echoed_prompt() -> None:
         prompt_token_ids=[1, 2],
         prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
     )
-    made = {each.name: each.data[0] for each in answer.responses(found)[0]}
+    made = {tensor.name: tensor.data[0] for tensor in answer.responses(found)[0]}
     assert made["text_output"] == b"abc"
     told = json.loads(made["logprobs"])
     first, second, third = told["content"]
     assert (first["token"], first["logprob"]) == ("<1>", None)
     assert second["logprob"] == -9999.0
-    assert [each["token_id"] for each in second["top_logprobs"]] == [4]
+    assert [tensor["token_id"] for tensor in second["top_logprobs"]] == [4]
     assert (third["token"], third["logprob"], third["text_offset"]) == ("<3>", -1.0, 6)
     assert told["prompt"][0] is None
     assert told["prompt"][1]["rank"] == 5
@@ -348,7 +348,7 @@ def test_only_the_prompt() -> None:
     call = VllmCall(None, None, text="ab", only_prompt=True)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
     found = output(sample("c", [3], finish_reason="length"), finished=True)
-    made = {each.name: each.data[0] for each in answer.responses(found)[0]}
+    made = {tensor.name: tensor.data[0] for tensor in answer.responses(found)[0]}
     assert (made["text_output"], made["finish_reason"]) == (b"ab", b"length")
     assert json.loads(made["usage"])["completion_tokens"] == 0
 
@@ -357,9 +357,9 @@ def test_only_the_prompt() -> None:
 
 
 def test_the_configuration_is_completed(model: Model) -> None:
-    names = {each["name"] for each in model.config["input"]}
+    names = {tensor["name"] for tensor in model.config["input"]}
     assert names >= {"text_input", "messages", "input_ids", "return_logprobs", "image"}
-    outputs = [each["name"] for each in model.config["output"]]
+    outputs = [tensor["name"] for tensor in model.config["output"]]
     assert outputs[-1] == "message"  # because model.json names a tool parser
     assert model.config["model_transaction_policy"] == {"decoupled": True}
     assert model.config["parameters"] == {"max_model_len": {"string_value": "512"}}

@@ -65,7 +65,7 @@ def gateway(model: GatewayModel) -> Any:
     models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model, revision=0)
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
     nothing: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
-    nothing["malloc_trim"] = SimpleNamespace(soon=lambda size: None)
+    nothing["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
     return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
 
 

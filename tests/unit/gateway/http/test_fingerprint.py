@@ -220,7 +220,7 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = made()
     found = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
-    assert [each is not None for each in found] == [False, False, True, True]
+    assert [template is not None for template in found] == [False, False, True, True]
     assert found[3] == long_way(one("[-7, 8]"))
 
 

@@ -61,8 +61,8 @@ def _references(node: Any) -> Any:
         yield from ([node["$ref"]] if "$ref" in node else [])
         node = list(node.values())
     if isinstance(node, list | tuple):
-        for each in node:
-            yield from _references(each)
+        for child in node:
+            yield from _references(child)
 
 
 @pytest.mark.parametrize(("path", "form"), [("/v1/models", "OpenAIError"), ("/v2", "Error")])

@@ -166,7 +166,7 @@ def test_pipelined_requests_are_answered_in_order(asked: Asked) -> None:
         asked.connection.sendall(packed(63)[50:])
         found.append(_next_json(stream))
     (first, second, model, last) = found
-    assert [each["outputs"][0]["data"][0] for each in (first, second, last)] == [122, 124, 126]
+    assert [answer["outputs"][0]["data"][0] for answer in (first, second, last)] == [122, 124, 126]
     assert model["name"] == "simple"
 
 

@@ -55,7 +55,9 @@ class Request(SimpleNamespace):
             return refusal if isinstance(refusal, MisdirectedHost) else None
 
         listener = SimpleNamespace(kind=kind)
-        client = SimpleNamespace(refuse=refuse, refuse_host=refuse_host, listener=listener)
+        client = SimpleNamespace(
+            find_access_error=refuse, find_host_error=refuse_host, listener=listener
+        )
         given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
         super().__init__(method=method, target=target, headers=given, match=None, begun=None)
         self.connection, self.repeat = SimpleNamespace(client=client), succeed

@@ -133,9 +133,9 @@ def test_an_output_that_never_comes_is_a_deadlock() -> None:
     """Section 3.7: the error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
-    for each in (rig, plain):
-        each.submit()
-        each.respond("a", each.runs()["a"], b"", final=True)
+    for core in (rig, plain):
+        core.submit()
+        core.respond("a", core.runs()["a"], b"", final=True)
     only(rig.client_messages(), m.Responded)  # the end of a stream without the output is no error
     assert only(plain.client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "

@@ -67,7 +67,9 @@ def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = (
 def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
     outputs = firing.step.outputs
-    flow.respond(firing.step, firing.number, [(outputs[name], each) for name, each in made.items()])
+    flow.respond(
+        firing.step, firing.number, [(outputs[name], tensor) for name, tensor in made.items()]
+    )
 
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:

@@ -417,8 +417,8 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
 def test_connections_of_a_gateway_take_turns() -> None:
     """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
-    greedy = [rig.request(each, START | END, source=7) for each in range(1, 7)]
-    other = [rig.request(each, START | END, source=8) for each in (11, 12)]
+    greedy = [rig.request(number, START | END, source=7) for number in range(1, 7)]
+    other = [rig.request(number, START | END, source=8) for number in (11, 12)]
     ran: list[Any] = []
     while rig.runs():
         ran += rig.batches()[0]
@@ -512,7 +512,7 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 def ended(rig: SequenceRig) -> list[list[int]]:
     """Return the slots in each `EndSequences` message to the instance."""
     sent = rig.workers.take()
-    rig.workers.posted[:0] = [each for each in sent if not isinstance(each[1], m.EndSequences)]
+    rig.workers.posted[:0] = [item for item in sent if not isinstance(item[1], m.EndSequences)]
     return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
 
 

@@ -198,7 +198,7 @@ def test_a_start_tells_what_is_not_well(
     monkeypatch.setattr(table, "CHECKS", checks)
     with caplog.at_level(logging.WARNING):
         table.check_at_start(config())
-    assert [each.getMessage() for each in caplog.records] == ["one: is little (have more)"]
+    assert [record.getMessage() for record in caplog.records] == ["one: is little (have more)"]
 
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +228,8 @@ def test_exit_status_is_the_worst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
 ) -> None:
     checks = [
-        table.HostCheck(name, state_is(each), verdict_of)
-        for name, each in (("one", OK), ("two", state), ("three", OK))
+        table.HostCheck(name, state_is(model_state), verdict_of)
+        for name, model_state in (("one", OK), ("two", state), ("three", OK))
     ]
     monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))
     assert cli.main(["doctor", "--json"]) == status

@@ -159,7 +159,7 @@ def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
         for watch in rig.autoscaler._watches.values():
             watch.not_before_s = 0
         assert await rig.look() == 2
-        assert not [each for each in rig.events if each.count == each.before]
+        assert not [event for event in rig.events if event.count == event.before]
 
     played(monkeypatch, play)
 

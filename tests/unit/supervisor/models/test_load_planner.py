@@ -181,7 +181,7 @@ def test_a_backend_that_is_not_here_is_named_first(tmp_path: Path, config: str) 
 
 def test_a_backend_named_ensemble_is_refused_with_the_remedy(tmp_path: Path) -> None:
     error = refusal(planner(tmp_path, 'backend: "ensemble"')).message
-    assert error.endswith(", use platform: 'ensemble'")
+    assert error.endswith(", use platform: 'ensemble';\n")
 
 
 def test_an_equal_repetition_of_a_tensor_is_one(
@@ -189,7 +189,7 @@ def test_an_equal_repetition_of_a_tensor_is_one(
 ) -> None:
     output = ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'
     (plan,) = planner(tmp_path, 'backend: "python" ' + IO + output).plan("m", "", {})
-    assert [each.name for each in plan.config.output] == ["y"]
+    assert [tensor.name for tensor in plan.config.output] == ["y"]
     assert "output 'y' is defined twice with equal values" in caplog.text
     unlike = output.replace("dims: 1", "dims: 2")
     error = refusal(planner(tmp_path / "unlike", 'backend: "python" ' + IO + unlike))

@@ -233,7 +233,9 @@ def test_only_what_differs_is_sent() -> None:
 
     def sent(published: list[ModelPublished], absent: list[str]) -> list[Any]:
         gateway.sent.clear()
-        publications.update(gateway, "m", {each.version: each for each in published}, absent)
+        publications.update(
+            gateway, "m", {publication.version: publication for publication in published}, absent
+        )
         return gateway.sent[:]
 
     assert sent([], ["1"]) == [GONE]

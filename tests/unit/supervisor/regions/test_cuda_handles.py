@@ -24,7 +24,7 @@ from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveEr
 from shmserve.gateway.api.shared_memory import decode_uuid
 from shmserve.gateway.grpc.admin import AdminCall
 from shmserve.gateway.inference.request import RegionRange
-from shmserve.gateway.region_table import RegionTable, Uses
+from shmserve.gateway.region_table import RegionReferences, RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import RegisterCudaRegion, UnregisterRegion
@@ -517,11 +517,11 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
     table = RegionTable(lambda memory_id: None, "error")
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(published(f"r{number}", number + 1, handle=handle))
-    uses = Uses(table)
-    uses.take(RegionRange("r0", 0, 16), write=True)
-    uses.take(RegionRange("r2", 0, 16), write=True)
+    uses = RegionReferences(table)
+    uses.reference_range(RegionRange("r0", 0, 16), write=True)
+    uses.reference_range(RegionRange("r2", 0, 16), write=True)
     with pytest.raises(AlreadyExists, match="'r1' overlaps"):
-        Uses(table).take(RegionRange("r1", 8, 16), write=True)
+        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), write=True)
     uses.release()
     for number in range(3):
         table.withdraw(number + 1)
@@ -530,15 +530,15 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
 def test_others_do_not_see_a_users_regions() -> None:
     table = RegionTable(lambda memory_id: None)
     table.publish(published("r", 1))
-    assert [region.name for region in table.visible("", ME, cuda=True)] == ["r"]
-    assert table.visible("", ME, cuda=False) == []
+    assert [region.name for region in table.visible_regions("", ME, cuda=True)] == ["r"]
+    assert table.visible_regions("", ME, cuda=False) == []
     for peer in (BOB, NOBODY):
-        assert table.visible("", peer, cuda=True) == []
+        assert table.visible_regions("", peer, cuda=True) == []
         with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'r'"):
-            table.visible("r", peer, cuda=True)
+            table.visible_regions("r", peer, cuda=True)
         # Nor of which kind they are.
         with pytest.raises(NotFound, match="Unable to find system shared memory region: 'r'"):
-            table.visible("r", peer, cuda=False)
+            table.visible_regions("r", peer, cuda=False)
 
 
 def json_tensor() -> TensorRef:
@@ -590,14 +590,14 @@ class Stub:
         self.listener = self
         self.shm = True
 
-    async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
+    async def send_request(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         self.asked.append(kind(1, *fields))
         return {}
 
     def peer(self) -> Peer:
         return ME
 
-    administrator = peer
+    administrator_peer = peer
 
 
 async def test_grpc() -> None:

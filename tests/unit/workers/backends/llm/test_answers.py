@@ -46,12 +46,12 @@ def test_a_stream_tells_each_text_as_it_comes(scheduler: Scheduler, folder: Fold
     assert len(told) > 8
     assert scheduler.tokens(1) == greedy(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy(folder, 24))
-    assert [each["finish_reason"] for each in told[:-1]] == [[""]] * (len(told) - 1)
+    assert [response["finish_reason"] for response in told[:-1]] == [[""]] * (len(told) - 1)
     assert told[-1]["finish_reason"] == ["length"]
     assert told[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [each.characters for each in scheduler.responses_sent]
+    characters = [response.characters for response in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(told[0]["text_output"][0])
 
 
@@ -248,10 +248,10 @@ def test_a_successor_tells_all_tokens_and_their_logprobs(
     scheduler.add(1, **settings, seed=3)
     scheduler.run()
     whole = [pieces(scheduler, 1, index) for index in (0, 1)]
-    tokens = [[each["token_id"] for each in content] for _, content in whole]
-    first = [each for each in scheduler.responses[1] if each["index"] == [0]][:count] * stream
-    characters = sum(len(each["text_output"][0]) for each in first)
-    sent = sum(len(each["token_ids"]) for each in first)
+    tokens = [[entry["token_id"] for entry in content] for _, content in whole]
+    first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
+    characters = sum(len(entry["text_output"][0]) for entry in first)
+    sent = sum(len(entry["token_ids"]) for entry in first)
     resumed = [
         g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
                   sent),
@@ -260,19 +260,19 @@ def test_a_successor_tells_all_tokens_and_their_logprobs(
     scheduler.add(2, resumed, **settings, seed=5)
     scheduler.run()
     text, content = pieces(scheduler, 2, 0)
-    told = sum(len(each["logprobs"][0]["content"]) for each in first)
+    told = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
     assert text.startswith(known_text[characters:])
     known = [*content[: 16 - told]]
-    assert [each["token_id"] for each in known] == tokens[0][told:16]
-    wanted = [each["logprob"] for each in whole[0][1][told:16]]
-    assert [each["logprob"] for each in known] == pytest.approx(wanted, abs=1e-4)
-    assert [each["text_offset"] for each in known] == [
-        each["text_offset"] for each in whole[0][1][told:16]
+    assert [entry["token_id"] for entry in known] == tokens[0][told:16]
+    wanted = [entry["logprob"] for entry in whole[0][1][told:16]]
+    assert [entry["logprob"] for entry in known] == pytest.approx(wanted, abs=1e-4)
+    assert [entry["text_offset"] for entry in known] == [
+        entry["text_offset"] for entry in whole[0][1][told:16]
     ]
     assert len(content) == 24 - told
     ended = pieces(scheduler, 2, 1)
-    assert ended[0] == whole[1][0] and [each["token_id"] for each in ended[1]] == tokens[1]
+    assert ended[0] == whole[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
 
 
@@ -304,7 +304,7 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
         assert found["logprob"] == pytest.approx(
             wanted[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
         )
-    assert [len(each["top_logprobs"]) for each in told["content"]] == [2] * 4
+    assert [len(entry["top_logprobs"]) for entry in told["content"]] == [2] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -327,21 +327,21 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             assert scheduler.text(key, index) == TOKENIZER.decode(whole)
             found = [
                 token
-                for each in scheduler.responses[key]
-                if index in each["index"]
-                for token in each["logprobs"][each["index"].index(index)]["content"]
+                for response in scheduler.responses[key]
+                if index in response["index"]
+                for token in response["logprobs"][response["index"].index(index)]["content"]
             ]
-            assert [each["token_id"] for each in found] == whole
+            assert [response["token_id"] for response in found] == whole
             assert (found[0]["logprob"], found[0]["top_logprobs"]) == (None, None)
-            for memory_range, each in enumerate(found[1:], 1):
+            for memory_range, response in enumerate(found[1:], 1):
                 mine = wanted[memory_range - 1, whole[memory_range]]
-                assert each["logprob"] == pytest.approx(mine.item(), abs=1e-3)
-                assert each["rank"] == (wanted[memory_range - 1] > mine).sum() + 1
+                assert response["logprob"] == pytest.approx(mine.item(), abs=1e-3)
+                assert response["rank"] == (wanted[memory_range - 1] > mine).sum() + 1
             characters = text.encode()
-            for each in found[: len(tokens)]:
-                assert characters.startswith(bytes(each["bytes"]))
-                characters = characters[len(each["bytes"]) :]
-            offsets = [each["text_offset"] for each in found]
+            for response in found[: len(tokens)]:
+                assert characters.startswith(bytes(response["bytes"]))
+                characters = characters[len(response["bytes"]) :]
+            offsets = [response["text_offset"] for response in found]
             assert offsets[: len(tokens)] == [begin for begin, _ in TOKENIZER.encode(text).offsets]
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 

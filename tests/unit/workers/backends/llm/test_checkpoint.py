@@ -134,7 +134,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], mess
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, more: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    given = {name: each for name, each in config(family, **more).items() if each is not ...}
+    given = {
+        name: setting for name, setting in config(family, **more).items() if setting is not ...
+    }
     problems: list[str] = []
     architecture = Architecture.of(given, problems)
     assert architecture is not None, problems
@@ -173,7 +175,7 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         completed = LlmBackend(made.context).complete_config({"name": "m", "backend": "llm"})
         spec = ModelSpec.of(completed)
         assert spec.decoupled and spec.max_batch_size == 0
-        assert {each.name for each in spec.input if not each.optional} == set()
+        assert {tensor.name for tensor in spec.input if not tensor.optional} == set()
         found = EngineSettings.read(spec.parameters["engine"])
         assert (found.kv_cache_blocks, found.max_model_len) == (2 * 64, 512)
         # Tokens * (keys and values) * layers * heads * head size * bytes per element.

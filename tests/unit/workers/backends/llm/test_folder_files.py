@@ -184,7 +184,7 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
 
 @pytest.mark.parametrize(
     ("spaces", "files"),
-    [*((False, each) for each in FILES), *((True, each) for each in SPACED)],
+    [*((False, file) for file in FILES), *((True, file) for file in SPACED)],
 )
 def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
@@ -206,7 +206,12 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
 
 def unigram() -> str:
     """Return the tokenizer.json of a Unigram model, like that of T5."""
-    pieces = [("<unk>", 0.0), ("▁the", -1.0), ("▁fox", -1.0), *((each, -5.0) for each in "▁thefox")]
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁the", -1.0),
+        ("▁fox", -1.0),
+        *((character, -5.0) for character in "▁thefox"),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -238,7 +243,7 @@ def test_classes_that_replace_other_parts_are_refused(
 def test_each_field_in_the_guide_is_tested() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", (GUIDE / "checkpoints.md").read_text(), re.MULTILINE)
     fields = {field for row in rows for field in re.findall(r"`([a-z_]+)`", row)}
-    tests = "".join(each.read_text() for each in Path(__file__).parent.glob("*.py"))
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
     tests += Path(hf_folders.__file__).read_text()
     assert {"quantization_config", "added_tokens_decoder"} <= fields
     assert not {field for field in fields if field not in tests}
@@ -542,7 +547,7 @@ def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
     cases = {
         "both": {**drawn, "lm_head.weight": head},
         "head": {**drawn, "lm_head.weight": embedding},
-        "base": {name.removeprefix("model."): each for name, each in drawn.items()},
+        "base": {name.removeprefix("model."): weight for name, weight in drawn.items()},
     }
     del cases["head"]["model.embed_tokens.weight"]
     for name, tensors in cases.items():

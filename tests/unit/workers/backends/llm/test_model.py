@@ -226,14 +226,14 @@ def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
     table = list(range(10))
     lone.chunks(tokens, 16, table)
     expected = lone.together([([7], 38, table)])
-    pairs = [each for memory_range in table for each in (memory_range, memory_range + 3)]
+    pairs = [block for memory_range in table for block in (memory_range, memory_range + 3)]
     lone.cache.copy(pairs, [], [])
     lone.cache.pool.zero_()
     there = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
     back = [
-        each
+        block
         for memory_range, target in zip(table, there, strict=True)
-        for each in (memory_range + 3, target)
+        for block in (memory_range + 3, target)
     ]
     lone.cache.copy([], back, [])
     assert torch.equal(lone.together([([7], 38, there)]), expected)

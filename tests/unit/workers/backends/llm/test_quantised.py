@@ -121,7 +121,7 @@ def ordered_ints(weight: torch.Tensor) -> Made:
 
 
 def without(made: Tensors, *names: str) -> Tensors:
-    return {name: each for name, each in made.items() if name not in names}
+    return {name: tensor for name, tensor in made.items() if name not in names}
 
 
 def gptq(

@@ -72,12 +72,12 @@ def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Te
 def test_distributions_are_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
-    rows = [made(**each) for each in SETTINGS]
+    rows = [made(**settings) for settings in SETTINGS]
     wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
     sampler.process(logits, rows)
     found = sampler.distribution(logits, rows)  # all rows in one call
-    for memory_range, each in enumerate(SETTINGS):
-        assert torch.allclose(found[memory_range], wanted[memory_range], atol=1e-6), each
+    for memory_range, settings in enumerate(SETTINGS):
+        assert torch.allclose(found[memory_range], wanted[memory_range], atol=1e-6), settings
 
 
 def test_penalties_of_presence_and_frequency() -> None:
@@ -187,7 +187,8 @@ def test_the_tokens_allowed_and_those_of_bad_words() -> None:
     free = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
     banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])
     rows = [
-        sampler.SampledRow(each, 0, [*PROMPT, *SAID], len(PROMPT), ()) for each in (free, banned)
+        sampler.SampledRow(parameters, 0, [*PROMPT, *SAID], len(PROMPT), ())
+        for parameters in (free, banned)
     ]
     sampler.process(logits, rows)
     assert logits[0].isfinite().nonzero().flatten().tolist() == [2, 3]

@@ -52,8 +52,8 @@ GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 def tokenizer(*special: str) -> Tokenizer:
     """Return a tokenizer with added tokens, half of which are special."""
     made = Tokenizer.from_str(tokenizer_text())
-    for memory_range, each in enumerate(special):
-        made.add_tokens([AddedToken(each, special=memory_range % 2 == 0, normalized=False)])
+    for memory_range, call in enumerate(special):
+        made.add_tokens([AddedToken(call, special=memory_range % 2 == 0, normalized=False)])
     return made
 
 
@@ -98,7 +98,7 @@ def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
     parser = MessageParser(found, stream=True)
     parser.feed(text, ended=True)
     taken = parser.take()
-    calls = [(each["name"], json.loads(each["arguments"])) for each in taken.get("tool_calls", ())]
+    calls = [(call["name"], json.loads(call["arguments"])) for call in taken.get("tool_calls", ())]
     return taken.get("content", ""), calls
 
 
