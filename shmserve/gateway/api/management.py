@@ -19,7 +19,6 @@ from shmserve.common.names import check_model_name, is_traversal
 from shmserve.common.trace_settings import read_changes
 from shmserve.errors import (
     InvalidArgument,
-    NotFound,
     PermissionDenied,
     ShmserveError,
     Unavailable,
@@ -189,12 +188,11 @@ async def change_trace_settings(
     """Change trace settings, and return all trace settings as texts.
 
     Raises:
-        NotFound: There is no such model.
-        InvalidArgument: A value is not allowed.
+        InvalidArgument: There is no such model, or a value is not allowed.
         Unsupported: A setting cannot be changed.
     """
     if model and not gateway.models.versions(model):
-        raise NotFound(f"Request for unknown model : {model}")
+        raise InvalidArgument(f"Request for unknown model : {model}")
     return await gateway.supervisor.send_request(ChangeTracing, model, read_changes(changes))
 
 

@@ -186,12 +186,15 @@ async def load(
 async def unload(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
-    """Handle POST /v2/repository/models/NAME/unload."""
+    """Handle POST /v2/repository/models/NAME/unload, whose body Triton does not check."""
     management.check_names(repository, name, unload=True)
-    parameters = _parameters(await read_json(gateway, request))
+    try:
+        parameters = _parameters(await read_json(gateway, request))
+    except JsonFault as fault:
+        raise InvalidArgument(fault.message) from None
     dependents = parameters.get("unload_dependents", False)
     if type(dependents) is not bool:
-        raise JsonFault(
+        raise InvalidArgument(
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         )
     await management.unload_model(gateway, name, dependents=dependents)

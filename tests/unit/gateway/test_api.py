@@ -302,9 +302,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         (
             "models/m/unload",
             {"parameters": {"unload_dependents": 1}},
-            500,
+            400,
             "non-boolean as boolean",
         ),
+        ("models/m/unload", {"parameters": []}, 400, "attempt to get members for non-object"),
+        ("models/m/unload", b"{", 400, "failed to parse the request JSON buffer"),
         ("models/m/load", b"{", 500, "failed to parse the request JSON buffer"),
     ],
 )
