@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.api.shared_memory import check_name
+from shmserve.gateway.api.shared_memory import check_region_name
 from shmserve.gateway.compression import Inflater, check_encoding, preferred_encoding
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
@@ -87,8 +87,8 @@ def _refused(sent: bytes) -> Iterator[None]:
         yield
     except ShmserveError as error:
         said = error.message
-    match = _OURS.search(said)
-    assert match is None or match[0].encode() in sent, said
+    found = _OURS.search(said)
+    assert found is None or found[0].encode() in sent, said
 
 
 class _Bytes:
@@ -115,8 +115,8 @@ def http(data: bytes) -> None:
         elif kind == 1:
             _compressed(given)
         elif kind == 2:
-            route = ROUTES.find(given.rest.decode("latin-1"))
-            assert route is None or len(route[1]) < 3
+            found = ROUTES.find(given.rest.decode("latin-1"))
+            assert found is None or len(found[1]) < 3
         elif kind == 3:
             text = given.rest.decode("latin-1")
             size = header_size(text, 1000)
@@ -177,11 +177,11 @@ def _same_with_other_numbers(body: bytes) -> None:
     if not worth_preparing(cache, given) and worth_preparing(cache, given):
         store_template(cache, given, wire, _Inline())  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
-    template: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
-    if template is not None:
+    found: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
+    if found is not None:
         wire = parse_request(loads(other), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]
-        assert template == b"".join(map(tensor_bytes, inline))
+        assert found == b"".join(map(tensor_bytes, inline))
 
 
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
@@ -222,9 +222,9 @@ def register(data: bytes) -> None:
     """A registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
     with _refused(data):
-        route = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
-        if route is not None and route[1][0]:
-            check_name(route[1][0])
+        found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
+        if found is not None and found[1][0]:
+            check_region_name(found[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.support.servers import Server, hold_ports, port_of
 from tests.support.waiting import until
 
 START_S = 600.0
+FRESH_S = 1.0  # metrics are reported twice a second
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -40,6 +42,7 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 480, "ignore_eos": True}
 THINK = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
@@ -101,10 +104,8 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
-    adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter" / "adapter_config.json").write_text(
-        json.dumps({**adapter_config, "bias": "none"})
-    )
+    made = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**made, "bias": "none"}))
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +118,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (version / "model.json").write_text(json.dumps(given))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
-    vllm_server = Server([folder], ["--load-timeout-secs=600"], environment=environment)
+    made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
-        vllm_server.wait_ready(within_s=START_S)
-        yield vllm_server
+        made.wait_ready(within_s=START_S)
+        yield made
     finally:
-        vllm_server.discard()
+        made.discard()
 
 
 @pytest.fixture(scope="module")
@@ -194,30 +195,24 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice:
         "max_tokens": 100,
         "temperature": 0,
     }
-    texts = []
+    found = []
     for port in (server.http_port, peer):
         made = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
         message = made["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        texts.append((calls, message.get("content") or "", made["finish_reason"]))
-    assert texts[0] == texts[1]
+        found.append((calls, message.get("content") or "", made["finish_reason"]))
+    assert found[0] == found[1]
 
 
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
-        bodies = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
-    assert all(body.count('"finish_reason":"length"') == 1 for body in bodies)
+        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
+    assert all(body.count('"finish_reason":"length"') == 1 for body in found)
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    asked = {
-        "model": "tiny",
-        "prompt": "the",
-        "max_tokens": 450,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    asked, before = {**LONG, "stream": True}, generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
@@ -226,7 +221,7 @@ def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None
     for connection in connections:
         connection.getresponse().read(100)
         connection.close()
-    until("nothing runs", lambda: is_idle(server), 10.0)
+    assert aborted(server, before, 20 * LONG["max_tokens"])
 
 
 def gauge(server: Server, begin: str) -> list[float]:
@@ -241,13 +236,23 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
-    reply = response.status, json.loads(response.read())
+    found = response.status, json.loads(response.read())
     connection.close()
-    return reply
+    return found
 
 
-def is_idle(server: Server) -> bool:
-    return gauge(server, "vllm:num_requests_running{") == [0.0]
+def generated(server: Server) -> float:
+    """The number of tokens that the engine has generated until now."""
+    time.sleep(FRESH_S)
+    return sum(gauge(server, "vllm:generation_tokens_total{"))
+
+
+def aborted(server: Server, before: float, most: int) -> bool:
+    """Whether the engine has stopped before it had generated `most` tokens more."""
+    time.sleep(FRESH_S)
+    running = "vllm:num_requests_running{"
+    until("nothing runs", lambda: gauge(server, running) == [0.0], 10.0)
+    return generated(server) < before + most
 
 
 def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
@@ -258,17 +263,17 @@ def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
     )
     theirs = json.loads(complete(peer, **asked, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
-    status, reply = posted(
+    status, found = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
-    assert "there is no adapter 'x'" in reply["error"]["message"]
+    assert "there is no adapter 'x'" in found["error"]["message"]
     given = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **asked})
-    status, reply = posted(
+    status, found = posted(
         server.http_port, "/v2/models/tiny/generate", {**given, "sampling_parameters": sampled}
     )
-    assert (status, reply["text_output"]) == (200, mine)
+    assert (status, found["text_output"]) == (200, mine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -278,9 +283,9 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     If the characters before the tag are incomplete, a later token completes its text. In that case
     vLLM's parser assigns it to the content.
     """
-    messages = []
+    found = []
     for port in (server.http_port, peer):
-        answers = []
+        made = []
         for seed in range(5):
             body = {
                 "model": "tiny",
@@ -298,10 +303,10 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
                     message = choice.get("delta") or choice.get("message") or {}
                     for name in parts:
                         parts[name] += message.get(name) or ""
-            answers.append({name: part.removeprefix("</think>") for name, part in parts.items()})
-        messages.append(answers)
-    assert messages[0] == messages[1]
-    assert any(each["reasoning"] and each["content"] for each in messages[0])
+            made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
+        found.append(made)
+    assert found[0] == found[1]
+    assert any(each["reasoning"] and each["content"] for each in found[0])
 
 
 def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
@@ -318,8 +323,8 @@ def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
             for port in (server.http_port, peer)
         )
         assert mine == theirs
-    status, reply = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
-    assert status == 400, reply
+    status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
+    assert status == 400, found
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("GET", "/v1/models/tiny")
     assert json.loads(connection.getresponse().read())["max_model_len"] == 512
@@ -329,7 +334,7 @@ def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled = {"max_tokens": 480, "ignore_eos": True}
+    sampled, before = {"max_tokens": 480, "ignore_eos": True, "n": 16}, generated(server)
     if limit == "parameter":
         body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
         path, body["parameters"] = "/v2/models/tiny/generate", {"deadline_us": 300_000}
@@ -337,18 +342,21 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     else:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
-    status, reply = posted(server.http_port, path, body, **headers)
-    assert status == (400 if limit == "parameter" else 503), reply
-    assert "Request timeout expired (300000 microseconds" in json.dumps(reply)
-    until("nothing runs", lambda: is_idle(server), 10.0)
+    status, found = posted(server.http_port, path, body, **headers)
+    assert status == (400 if limit == "parameter" else 503), found
+    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
+    assert aborted(server, before, 16 * 480)
 
 
 def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
-    """As in vLLM, the lowest number is first."""
+    """As in vLLM, the lowest number is first.
+
+    Metrics are reported twice a second, so the requests must wait for longer than that.
+    """
     ended: list[int] = []
 
     def ask(priority: int) -> None:
-        sampled: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "priority": priority}
+        sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
         ended.append(priority)
 
@@ -362,19 +370,16 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
-    def tokens() -> float:
-        return sum(gauge(server, "vllm:generation_tokens_total{"))
-
-    before = tokens()
+    before = generated(server)
     complete(server.http_port, max_tokens=400, ignore_eos=True)
-    until("the tokens are counted", lambda: tokens() >= before + 400, 5.0)
+    until("the tokens are counted", lambda: generated(server) >= before + 400, 5.0)
     assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
 
 
 def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
-    status, reply = posted(server.http_port, "/v1/completions", body)
-    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    status, found = posted(server.http_port, "/v1/completions", body)
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
 
 
 # --- the end of processes
@@ -382,11 +387,11 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 def shared_memory(server: Server) -> set[str]:
     """The objects of Python's multiprocessing that the server's processes use."""
-    texts = set()
+    found = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            texts |= {memory_map.path for memory_map in child.memory_maps()}
-    return {path for path in texts if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
+            found |= {memory_map.path for memory_map in child.memory_maps()}
+    return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 
 @pytest.mark.parametrize("killed", ["engine", "worker"])
@@ -399,12 +404,14 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
         if word in " ".join(child.cmdline())
     )
     before = shared_memory(server)
-    with ThreadPoolExecutor(1) as pool:
-        asked: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "stream": True}
-        future = pool.submit(complete, server.http_port, **asked)
-        until("it runs", lambda: any(gauge(server, "vllm:num_requests_running{")), 10.0)
-        os.kill(process.pid, signal.SIGKILL)
-        assert "worker died" in future.result()
+    asked = {**LONG, "stream": True, "n": 64}
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
+    connection.request("POST", "/v1/completions", json.dumps(asked))
+    response = connection.getresponse()
+    assert response.read(100)  # the engine generates
+    os.kill(process.pid, signal.SIGKILL)
+    assert b"worker died" in response.read()
+    connection.close()
     assert complete(server.http_port, max_tokens=3)
     assert before
     until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)

@@ -115,8 +115,8 @@ def test_a_link_named_tritonserver_takes_its_command_lines(
     server.stop()
     if "trace-file" in line:
         assert "COMPUTE_START" in (repository / "t.json").read_text()
-    discarded = "traces are discarded: triton,file=PATH is missing"
-    assert (discarded in log) is ("--trace-config" in line)
+    untraced = "requests are not traced: trace file name is not given"
+    assert (untraced in log) is ("--trace-config" in line)
     idle = "--backend-config=python,shm-default-byte-size=1048576 has no effect"
     assert (idle in log) is ("shm-default" in line)
 

@@ -450,6 +450,9 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
         ({"trace_level": "SOME"}, 400, "Unable to parse 'trace_level', got: SOME"),
         ({"trace_rate": "x"}, 400, "Unable to parse 'trace_rate', got: x"),
         ({"trace_rate": "-1"}, 400, "Unable to parse 'trace_rate', value is out of range"),
+        ({"trace_rate": "9" * 20}, 400, "Unable to parse 'trace_rate', value is out of range"),
+        ({"trace_level": ["TENSORS"]}, 400, "Attempting to set invalid trace setting :trace file "),
+        ({"trace_level": ["TENSORS"], "trace_rate": "0"}, 400, "sample rate must be non-zero"),
         ({"trace_count": "-2"}, 400, "'trace_count'. Expecting value >= -1, got:-2"),
         ({"trace_file": "/x"}, 501, "trace file location can not be updated through network"),
         ({"trace_rate": {}}, 400, "'trace_rate' must be a string"),
@@ -463,7 +466,8 @@ def test_what_is_no_setting_is_refused(
         assert reply.status == status
         assert says in reply.error
         reply = http.get("/v2/models/nope/trace/setting")
-        assert (reply.status, reply.error) == (404, "Request for unknown model : nope")
+        assert (reply.status, reply.error) == (400, "Request for unknown model : nope")
+        assert http.get("/v2/trace/setting").json()["trace_level"] == ["OFF"]
     if "trace_rate" in settings and isinstance(settings["trace_rate"], str):
         with (
             grpcclient.InferenceServerClient(server.grpc_url) as client,

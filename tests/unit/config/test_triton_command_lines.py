@@ -132,12 +132,12 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "trace.log_frequency": 2,
     },
     "--model-repository=M --trace-config level=TIMESTAMPS --trace-config rate=1": {
-        "trace.discarded": True
+        "trace.problem": "trace file name is not given (--trace-config triton,file=PATH)"
     },
     "--model-repository=M --trace-config mode=opentelemetry --trace-config=opentelemetry,resource="
     "service.name=t --trace-config opentelemetry,url=collector:4318/v1/traces --trace-config "
     "level=TIMESTAMPS": {
-        "trace.discarded": False,
+        "trace.problem": "",
         "trace.exporter": (
             ("resource", "service.name=t"),
             ("url", "http://collector:4318/v1/traces"),

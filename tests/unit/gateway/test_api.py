@@ -302,9 +302,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         (
             "models/m/unload",
             {"parameters": {"unload_dependents": 1}},
-            500,
+            400,
             "non-boolean as boolean",
         ),
+        ("models/m/unload", {"parameters": []}, 400, "attempt to get members for non-object"),
+        ("models/m/unload", b"{", 400, "failed to parse the request JSON buffer"),
         ("models/m/load", b"{", 500, "failed to parse the request JSON buffer"),
     ],
 )
@@ -567,9 +569,9 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     ]
     for config, body in cases:
         published = publication({"name": "m", **config}, simple)
-        (example,) = management._examples("m", GatewayModel(published))
+        (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
-    (late,) = management._examples("late", None)
+    (late,) = management._model_examples("late", None)
     assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 

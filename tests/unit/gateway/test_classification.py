@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.inference import classified_as_requested, largest
+from shmserve.gateway.inference.inference import classify_outputs, largest_indices
 from shmserve.gateway.inference.request import InferOutput, InferRequest
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -41,7 +41,7 @@ def classified(
     model: Any = SimpleNamespace(signature=signature, labels=labels or {})
     request = InferRequest("", [], [InferOutput("OUT", binary=True, classes=count)])
     nothing: Any = None
-    return classified_as_requested(nothing, model, request, answer)
+    return classify_outputs(nothing, model, request, answer)
 
 
 def classify(
@@ -120,4 +120,4 @@ def test_too_many_values_are_refused() -> None:
 )
 def test_values_are_sorted_stably_in_descending_order(row: Any, count: int) -> None:
     expected = sorted(range(len(row)), key=lambda index: (-int(row[index]), index))[:count]
-    assert largest(row, min(count, len(row))) == expected
+    assert largest_indices(row, min(count, len(row))) == expected

@@ -308,6 +308,14 @@ RULES = [
         "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
+        IO
+        + (WARMUP % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
+            "batch_size: 1", "@batch_size: 2"
+        ),
+        "model_warmup[0].batch_size",
+        "warmup sample 's': batch size 2, max allowed is 1 for m",
+    ),
+    (
         IO + "response_cache { @enable: true } sequence_batching {}",
         "response_cache.enable",
         "Response Cache does not currently support model m with sequence batching scheduler. "

@@ -294,6 +294,8 @@ def test_a_slow_message_is_evicted() -> None:
     budget = BodyBudget(1000, MallocTrim())
     arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
     arriving.reserve(500)
+    assert not arriving.is_slow(arriving.began + 0.1)
+    assert arriving.is_slow(arriving.began + 1.0)
     arriving.evict()
     assert evicted == [1]
 

@@ -7,7 +7,7 @@ from shmserve.gateway.grpc.service import (
     HEALTH_WATCH,
     MODEL_INFER,
     MODEL_STREAM_INFER,
-    REFLECTIONS,
+    REFLECTION_METHODS,
     RPCS,
 )
 from shmserve.gateway.grpc.wire.fingerprint import split
@@ -26,14 +26,14 @@ ALL = {f"/{service.full_name}/{method.name}" for service in SERVICES for method 
 def test_every_rpc_has_a_scope() -> None:
     """R17: what the protocol has is what the table has, and each belongs to an API."""
     assert len(ALL) == 22
-    assert set(RPCS) == {*ALL, *REFLECTIONS}
+    assert set(RPCS) == {*ALL, *REFLECTION_METHODS}
     for path, rpc in RPCS.items():
         assert rpc.scope in (*RESTRICTABLE, SIGNATURE), path
 
 
 def test_every_rpc_has_a_handler() -> None:
     own = {path for path, rpc in RPCS.items() if rpc.handler is None}
-    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTIONS}
+    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTION_METHODS}
     assert all(rpc.request is not None for path, rpc in RPCS.items() if path not in own)
 
 

@@ -26,9 +26,9 @@ theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
     """Everything about the messages that shows on the wire, or in a program."""
     return {
-        stats
+        found
         for message in messages
-        for stats in (
+        for found in (
             *((message.full_name, f.name, f.number, f.type, f.is_repeated) for f in message.fields),
             *fields(message.nested_types),
         )
@@ -51,12 +51,12 @@ def test_the_service_is_that_of_triton() -> None:
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
-    message = ours.ModelInferRequest(model_name="m")
+    made = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
         kind, _, wanted = str(value).partition(":")
         parsed = {"bool": wanted == "True", "string": wanted}.get(kind)
-        setattr(message.parameters[key], f"{kind}_param", int(wanted) if parsed is None else parsed)
-    return message
+        setattr(made.parameters[key], f"{kind}_param", int(wanted) if parsed is None else parsed)
+    return made
 
 
 def test_parameters() -> None:
@@ -76,10 +76,10 @@ def test_parameters() -> None:
 
 
 def test_narrow_integers_wrap() -> None:
-    message = request()
-    tensor = message.inputs.add(name="x", datatype="INT8", shape=[2])
+    made = request()
+    tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
     tensor.contents.int_contents.extend([257, -129])
-    assert infer_request(message).inputs[0].data == b"\x01\x7f"
+    assert infer_request(made).inputs[0].data == b"\x01\x7f"
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
@@ -93,20 +93,20 @@ def test_narrow_integers_wrap() -> None:
     ids=["BOOL", "FP32", "FP64"],
 )
 def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, count: int) -> None:
-    message = request()
-    tensor = message.inputs.add(name="x", datatype=datatype, shape=[count])
+    made = request()
+    tensor = made.inputs.add(name="x", datatype=datatype, shape=[count])
     unknown = b"\x7a\3abc"  # a field of a later version
     values = value * count
     tensor.contents.MergeFromString(unknown + tag + varint(len(values)) + values)
-    assert infer_request(message).inputs[0].data == values
+    assert infer_request(made).inputs[0].data == values
 
 
 def output(**parameters: object) -> ours.ModelInferRequest:
-    message = request()
-    parameter = message.outputs.add(name="y").parameters["classification"]
+    made = request()
+    parameter = made.outputs.add(name="y").parameters["classification"]
     for kind, value in parameters.items():
         setattr(parameter, kind, value)
-    return message
+    return made
 
 
 def test_classification() -> None:
@@ -118,16 +118,16 @@ def test_classification() -> None:
 
 
 def test_the_key_of_a_fingerprint() -> None:
-    message = request()
-    message.inputs.add(name="x", datatype="INT8", shape=[200])
-    message.raw_input_contents.append(bytes(200))
-    message.raw_input_contents.append(b"")
-    key, contents, _ = split(message.SerializeToString()) or pytest.fail("no plan")
+    made = request()
+    made.inputs.add(name="x", datatype="INT8", shape=[200])
+    made.raw_input_contents.append(bytes(200))
+    made.raw_input_contents.append(b"")
+    key, contents, _ = split(made.SerializeToString()) or pytest.fail("no plan")
     assert contents == [bytes(200), b""] and key[1] == (200, 0)
-    del message.raw_input_contents[:]
-    assert key[0] == message.SerializeToString()
+    del made.raw_input_contents[:]
+    assert key[0] == made.SerializeToString()
     assert split(key[0]) == ((key[0], ()), [], ANONYMOUS)
-    late = message.SerializeToString() + b":\x01a" + b"\x0a\x01n"
+    late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
     assert ours.ModelInferRequest.FromString(late).model_name == "n"
     assert split(late) is None  # a field behind the contents
 
@@ -152,16 +152,16 @@ def test_the_identity_is_not_part_of_the_fingerprint(
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")
-    message = request(own="int64:1", **memory_ranges)
-    message.id = request_id
-    message.inputs.extend(plain.inputs)
-    message.raw_input_contents.append(b"1")
-    parts, expected = split(message.SerializeToString()), split(plain.SerializeToString())
+    made = request(own="int64:1", **memory_ranges)
+    made.id = request_id
+    made.inputs.extend(plain.inputs)
+    made.raw_input_contents.append(b"1")
+    parts, expected = split(made.SerializeToString()), split(plain.SerializeToString())
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the long way: it may be too long
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_of(infer_request(message))
+    assert parts.identity.is_identity_of(infer_request(made))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 

@@ -40,11 +40,11 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
         for end in (False, True):
             given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
-            key, identity = cut_identity(text)
-            assert identity is not None and identity.is_of(
+            key, found = cut_identity(text)
+            assert found is not None and found.is_identity_of(
                 parse_request(loads(text), 1, "m", LIMIT)
             )
-            assert identity == RequestIdentity("", sequence, start | end * 2)
+            assert found == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
@@ -60,12 +60,12 @@ def test_the_id_is_cut_out(request_id: str) -> None:
     rest = header('"other":2')[1:]
     for space in ("", " "):
         first = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + rest
-        key, identity = cut_identity(first)
-        if identity is None:
+        key, found = cut_identity(first)
+        if found is None:
             assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
-            assert identity == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
-            assert identity.is_of(parse_request(loads(first), 1, "m", LIMIT))
+            assert found == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
+            assert found.is_identity_of(parse_request(loads(first), 1, "m", LIMIT))
     last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
     assert cut_identity(last) == (last, None)
 
@@ -73,8 +73,8 @@ def test_the_id_is_cut_out(request_id: str) -> None:
 def test_id_and_position_are_cut_out_together() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(memory_range)[1:]
-    key, identity = cut_identity(text)
-    assert identity == RequestIdentity("7", 5, 1) and identity.is_of(
+    key, found = cut_identity(text)
+    assert found == RequestIdentity("7", 5, 1) and found.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
     assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
@@ -105,8 +105,8 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     elsewhere = b'"binary_data_size":1,' + memory_range.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
-    _, identity = cut_identity(text)
-    assert identity is not None and not identity.is_of(parse_request(loads(text), 1, "m", LIMIT))
+    _, found = cut_identity(text)
+    assert found is not None and not found.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
 class Built(bytes):
@@ -198,8 +198,8 @@ def test_a_repeated_request_equals_a_parsed_one(
             for sign in before
         )
         text = written(values, elsewhere)
-        parsed = short_way(cache, text)
-        assert parsed is None or parsed == long_way(text)
+        found = short_way(cache, text)
+        assert found is None or found == long_way(text)
 
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
@@ -212,8 +212,8 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
         short_way(cache, one(known))
     assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
     text = one("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", behind + b"}]")
-    parsed = short_way(cache, text)
-    assert parsed is None or parsed == long_way(text)
+    found = short_way(cache, text)
+    assert found is None or found == long_way(text)
 
 
 # --- when it is taken ------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = made()
-    results = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
-    assert [template is not None for template in results] == [False, False, True, True]
-    assert results[3] == long_way(one("[-7, 8]"))
+    found = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
+    assert [template is not None for template in found] == [False, False, True, True]
+    assert found[3] == long_way(one("[-7, 8]"))
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_the_metrics_listener_has_a_table_of_its_own(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:
-        async def page(self) -> bytes:
+        async def render_page(self) -> bytes:
             return b"nv_inference_count 1"
 
     request = Request(method, target)

@@ -179,6 +179,11 @@ def test_a_backend_that_is_not_here_is_named_first(tmp_path: Path, config: str) 
     assert "unable to find backend library for backend 'tensorrt' of model 'm'" in error
 
 
+def test_a_backend_named_ensemble_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    error = refusal(planner(tmp_path, 'backend: "ensemble"')).message
+    assert error.endswith(", use platform: 'ensemble';\n")
+
+
 def test_an_equal_repetition_of_a_tensor_is_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
