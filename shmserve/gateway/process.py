@@ -123,8 +123,8 @@ class Frontend(ABC):
         asyncio.get_running_loop().call_soon(disconnect)
 
     @abstractmethod
-    def call_when_idle(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once all responses are sent."""
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
+        """Call `on_idle` once all responses are sent."""
 
     def _refuse_connections(self) -> None:
         self._refuses_connections = True

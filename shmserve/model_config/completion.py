@@ -188,9 +188,10 @@ def unknown_backend(config: ModelConfig) -> str:
     known = BACKENDS | {entry.name for entry in entry_points(group=_PLUGINS)}
     if name in known:
         return ""
+    hint = f", use platform: '{ENSEMBLE}'" if name == ENSEMBLE else suggestion(name, known)
     return (
         f"unable to find backend library for backend '{name}' of model '{config.name}', "
-        f"known are {', '.join(sorted(known))}{suggestion(name, known)}"
+        f"known are {', '.join(sorted(known))}{hint}"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.api.shared_memory import check_name
+from shmserve.gateway.api.shared_memory import check_region_name
 from shmserve.gateway.compression import Inflater, check_encoding, preferred_encoding
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
@@ -224,7 +224,7 @@ def register(data: bytes) -> None:
     with _refused(data):
         found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
-            check_name(found[1][0])
+            check_region_name(found[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]

@@ -480,7 +480,7 @@ class SchedulerTrace:
     def check_counters(self, report: dict[str, Any]) -> None:
         """Check that a report of the scheduler agrees with its messages."""
         shown = report["inference_stats"]
-        found = {
+        violations = {
             "succeeded": shown["success"]["count"],
             "failed": shown["fail"]["count"],
             "executions": report["execution_count"],
@@ -488,8 +488,8 @@ class SchedulerTrace:
         }
         if self.settings.padding is not None:
             padding = report["shmserve"]["padding"].get("IN", (0, 0))
-            found["elements"], found["padding"] = padding
-        for name, value in found.items():
+            violations["elements"], violations["padding"] = padding
+        for name, value in violations.items():
             if name == "failed" and self.model.decoupled:
                 continue
             if name in ("executions", "inferences") and self.model.steps:

@@ -126,7 +126,7 @@ def _load_problems(
     of_tensors = list(tensor_problems(config, complete=complete))
     if complete:
         of_tensors += batch_io_problems(config)
-    for problem in (*of_tensors, *warmup_problems(config)):
+    for problem in (*of_tensors, *warmup_problems(config, complete=complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)

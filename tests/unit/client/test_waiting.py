@@ -42,9 +42,9 @@ def scheduler(tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def channel(connection: Any) -> Iterator[ThreadChannel]:
-    made = ThreadChannel(connection)
-    yield made
-    made.close()
+    channel = ThreadChannel(connection)
+    yield channel
+    channel.close()
 
 
 def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
@@ -92,7 +92,7 @@ def test_large_responses_are_credited_sooner(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert credit.BYTES_PER_CREDIT < MOST_UNREAD_BYTES
-    monkeypatch.setattr(credit, "BYTES_TOGETHER", 1000)
+    monkeypatch.setattr(credit, "BYTES_PER_CREDIT", 1000)
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):

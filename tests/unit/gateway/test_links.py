@@ -103,10 +103,10 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
     """Once, whether it came before the request was given up or after."""
 
     async def cancel(rig: Rig) -> None:
-        built: Any = SimpleNamespace(trace=None, responses=None)
+        built_request: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified: list[Any] = []
-        how = (message, rig.schedulers, lambda: None, built, notified.append, True)
+        how = (message, rig.schedulers, lambda: None, built_request, notified.append, True)
         request = UnaryInference(*how)
         if kind is HttpInference:
             request = HttpInference(*how, MagicMock(), MagicMock())
@@ -259,9 +259,9 @@ def test_requests_during_a_drain_are_refused(
     leaving: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
-    built: Any = MagicMock(infer_request=begins, model=model)
+    built_request: Any = MagicMock(infer_request=begins, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(leaving, built, client, 0, UnaryInference, None, True)
+        submit(leaving, built_request, client, 0, UnaryInference, None, True)
     assert caught.value.message == text
-    built.release.assert_called_once()
+    built_request.release.assert_called_once()

@@ -459,12 +459,12 @@ def check(client: Client, request: Request) -> None:
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
     arrived_ns = 1_000_000
-    made = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
+    submit = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
     limit = limits.get("limit", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
-    assert made == m.Submit(*fields, limit=limit)
+    assert submit == m.Submit(*fields, limit=limit)
 
 
 def test_a_caller_may_handle_a_finished_request_itself() -> None:

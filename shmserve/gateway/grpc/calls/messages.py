@@ -75,7 +75,7 @@ class ArrivingMessage(Arrival):
         """Return whether the time limit has expired."""
         return now > self.began + self.patience_s + self.received / SLOWEST_RATE
 
-    def _waited(self, now: float) -> float:
+    def _total_wait_s(self, now: float) -> float:
         return now - self.began
 
     def evict(self) -> None:

@@ -45,7 +45,7 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         reports = {"a": report(len(asked)), "still": report()}
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
-    monkeypatch.setattr(management, "collect", collect)
+    monkeypatch.setattr(management, "collect_reports", collect)
     monkeypatch.setattr(live, "_EVERY_S", 0.01)
     return asked
 

@@ -60,8 +60,8 @@ class Asked:
 
 
 def sums(reply: Reply) -> list[int]:
-    found: list[int] = reply.ok().tensors()["OUTPUT0"].ravel().tolist()
-    return found
+    output: list[int] = reply.ok().tensors()["OUTPUT0"].ravel().tolist()
+    return output
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:
-            made = Asked(gateway, scheduler, connection)
+            asked_request = Asked(gateway, scheduler, connection)
             for value in range(10, 10 + WARM_UPS):
-                assert made.is_right(value)
-            yield made
+                assert asked_request.is_right(value)
+            yield asked_request
 
 
 def test_an_invalid_request_is_refused(asked: Asked) -> None:
@@ -162,10 +162,10 @@ def test_pipelined_requests_are_answered_in_order(asked: Asked) -> None:
     asked.scheduler.held = False
     asked.scheduler.answer_all()
     with asked.connection.makefile("rb") as stream:
-        found = [_next_json(stream) for _ in range(3)]
+        documents = [_next_json(stream) for _ in range(3)]
         asked.connection.sendall(packed(63)[50:])
-        found.append(_next_json(stream))
-    (first, second, model, last) = found
+        documents.append(_next_json(stream))
+    (first, second, model, last) = documents
     assert [answer["outputs"][0]["data"][0] for answer in (first, second, last)] == [122, 124, 126]
     assert model["name"] == "simple"
 
