@@ -17,8 +17,8 @@ from typing import Any
 import msgpack
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.api.shared_memory import check_name
-from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
+from shmserve.gateway.api.shared_memory import check_region_name
+from shmserve.gateway.compression import Inflater, check_encoding, preferred_encoding
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
@@ -33,7 +33,7 @@ from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.prepare import raw_request
 from shmserve.gateway.inference.request import InferRequest, RegionRange, RequestIdentity
-from shmserve.gateway.region_table import GatewayRegion, Spans
+from shmserve.gateway.region_table import GatewayRegion, WrittenRanges
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import publications as messages
@@ -123,7 +123,7 @@ def http(data: bytes) -> None:
             assert 0 <= size <= 1000
         else:
             text = given.rest.decode("latin-1")
-            assert accepted_encoding(text) in ("identity", "gzip", "deflate")
+            assert preferred_encoding(text) in ("identity", "gzip", "deflate")
             check_encoding(text)
 
 
@@ -224,7 +224,7 @@ def register(data: bytes) -> None:
     with _refused(data):
         found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
-            check_name(found[1][0])
+            check_region_name(found[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
@@ -262,7 +262,7 @@ def ranges(data: bytes) -> None:
             assert 0 <= value < 2**63
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
-    start, extent = (min(max(each, 0), LARGEST) for each in (start, extent))
+    start, extent = (min(max(bound, 0), LARGEST) for bound in (start, extent))
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
@@ -274,7 +274,7 @@ def ranges(data: bytes) -> None:
 
 
 def _spans(given: _Bytes) -> None:
-    spans = Spans()
+    spans = WrittenRanges()
     taken: list[tuple[int, int]] = []
     while given.rest:
         start, size = given.number(1), given.number(1) % 16 + 1

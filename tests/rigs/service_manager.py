@@ -90,7 +90,7 @@ def start(
     """A server that finds these from descriptor 3 on."""
 
     def memory_range() -> None:
-        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in given]  # beyond their places
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]  # beyond their places
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 

@@ -48,7 +48,7 @@ class Streams:
 
         def done() -> bool:
             self.messages += self.rig.sent(0.05)
-            shown[:] = [each for seen in self.messages for each in self._show(seen, key)]
+            shown[:] = [event for seen in self.messages for event in self._show(seen, key)]
             return "end" in shown or (count > 0 and len(shown) >= count)
 
         until("all has come", done)

@@ -51,10 +51,10 @@ class CountedPool(BlockPool):
         """Allocate blocks, and check that none of them was in use."""
         self.operations += wanted
         before = self.references[:]
-        found = super().allocate(wanted, after)
-        assert len(set(found)) == wanted
-        assert not any(before[block] for block in found)
-        return found
+        new_block = super().allocate(wanted, after)
+        assert len(set(new_block)) == wanted
+        assert not any(before[block] for block in new_block)
+        return new_block
 
     def share(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)
@@ -102,7 +102,7 @@ class EngineRig:
 
     def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
-        self.found[generation.key] = [(each.tokens, each.finish_reason) for each in beams.found]
+        self.found[generation.key] = [(beam.tokens, beam.finish_reason) for beam in beams.found]
 
     @property
     def operations(self) -> int:
@@ -137,7 +137,7 @@ class EngineRig:
     def plan(self) -> bool:
         """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
-        before = {each: each.status for each in self.engine._live.values()}
+        before = {generation: generation.status for generation in self.engine._live.values()}
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
             assert not self.engine.live, f"{self.engine.live} sequences get no further"
@@ -233,7 +233,7 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
     search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
-    found: list[tuple[float, list[int], str]] = []
+    continuations: list[tuple[float, list[int], str]] = []
     for length in range(1, most + 1):
         ranked = sorted(
             (
@@ -245,24 +245,26 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
         )[: 2 * search.width]
         beams = []
         for memory_range, (score, slots, token) in enumerate(ranked):
-            text = [*(each for each, _, _ in slots[len(prompt) :]), token]
+            text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.ends:
                 if memory_range < search.width:
-                    found.append((score / length**search.length_penalty, text, "stop"))
+                    continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        found = sorted(found, key=lambda each: -each[0])[: search.width]
+        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
         reach = most if search.early_stopping == "never" and search.length_penalty > 0 else length
         best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        full = len(found) == search.width
-        if not beams or (full and (search.early_stopping == "true" or found[-1][0] >= best)):
+        full = len(continuations) == search.width
+        if not beams or (
+            full and (search.early_stopping == "true" or continuations[-1][0] >= best)
+        ):
             break
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            found.append((score / most**search.length_penalty, text, "length"))
-        found = sorted(found, key=lambda each: -each[0])[: search.width]
-    return [(text, why) for _, text, why in found]
+            continuations.append((score / most**search.length_penalty, text, "length"))
+        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
+    return [(text, why) for _, text, why in continuations]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (

@@ -123,7 +123,7 @@ def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]
 
     def make(stream: int) -> bytes:
         number = stream.to_bytes(4, "big")
-        return b"".join(each[:5] + number + each[9:] for each in every)
+        return b"".join(frame[:5] + number + frame[9:] for frame in every)
 
     return make
 

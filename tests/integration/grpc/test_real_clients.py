@@ -126,8 +126,8 @@ def test_grpcios_generic_client(way: Way, compression: grpc.Compression) -> None
             asked = [
                 pool.submit(infer, raw, timeout=30, compression=compression) for _ in range(200)
             ]
-            for each in asked:
-                assert is_right(pb.ModelInferResponse.FromString(each.result()))
+            for call in asked:
+                assert is_right(pb.ModelInferResponse.FromString(call.result()))
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
         answers = list(stream(iter([raw] * STREAMED), timeout=30, compression=compression))
         assert len(answers) == STREAMED

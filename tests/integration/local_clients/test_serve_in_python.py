@@ -68,7 +68,10 @@ def test_both_clients_ask_the_control_plane() -> None:
         async with aio.connect(run_dir, timeout=10) as other:
             assert await other.ready() and await other.ready("local")
             assert (await other.metadata("local"))["name"] == "local"
-            assert {each["name"] for each in await other.statistics()} == {"double", "local"}
+            assert {statistic["name"] for statistic in await other.statistics()} == {
+                "double",
+                "local",
+            }
             inputs = ({"x": X * i} for i in range(5))
             return [float(r["output"][0, 0]) async for r in other.map("double", inputs)]
 

@@ -37,7 +37,7 @@ def test_load_against_unload(explicit: Explicit) -> None:
         return heard
 
     with ThreadPoolExecutor(THREADS) as threads:
-        heard = [each for some in threads.map(orders, range(THREADS)) for each in some]
+        heard = [outcome for some in threads.map(orders, range(THREADS)) for outcome in some]
     assert len(heard) == 2 * THREADS * ROUNDS
     failed = [(verb, text) for verb, status, text in heard if status != 200]
     assert {verb for verb, _ in failed} <= {"load"}

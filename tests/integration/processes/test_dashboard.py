@@ -97,7 +97,7 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     resident = server.samples("shmserve_process_resident_bytes")
     assert whole["server"]["processes"] == len(resident)
     # Shared pages count once (PSS), so the total is less than the sum of all resident sizes.
-    used = sum(psutil.Process(each.pid).memory_full_info().pss for each in server.tree())
+    used = sum(psutil.Process(process.pid).memory_full_info().pss for process in server.tree())
     assert whole["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
     assert whole["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
     assert server.metric("shmserve_model_failed", model="broken") == 1
@@ -364,8 +364,8 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             paths[example["model"]].append(example["path"])
         assert paths["tiny"] == ["/v1/completions", "/v1/chat/completions"]
         assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
-        found = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
-        (line,) = [each for each in page.run(found) if "/v1/embeddings" in each]
+        script = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
+        (line,) = [text for text in page.run(script) if "/v1/embeddings" in text]
         done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
         assert json.loads(done.stdout)["object"] == "list"
 

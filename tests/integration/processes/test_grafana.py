@@ -151,7 +151,7 @@ class Prometheus:
     def numbers(self, query: str) -> list[float]:
         """Return the current values of a query, without NaN."""
         result = self.get("query", query=query)["result"]
-        values = [float(each["value"][1]) for each in result]
+        values = [float(series["value"][1]) for series in result]
         return [value for value in values if not math.isnan(value)]
 
     def scrapes(self) -> bool:

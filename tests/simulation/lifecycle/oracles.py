@@ -250,7 +250,7 @@ class LifecycleOracles:
 
     def _check_unknown(self, version: ObservedVersion, how: str) -> None:
         audience = self._executor.audience
-        endpoints = {each for each, has in audience.by_endpoint.items() if has is version}
+        endpoints = {endpoint for endpoint, has in audience.by_endpoint.items() if has is version}
         for gateway in audience.gateways:
             if any(news.endpoint in endpoints for news in gateway.known.values()):
                 self.broke(f"3: {version} is {how}, and a gateway would send it a request")
@@ -401,8 +401,8 @@ class LifecycleOracles:
         order = self._last.get(model.name)
         wanted = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
-        found = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
-        if found != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
+        loaded = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
+        if loaded != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
     def _check_shapes(self, version: ObservedVersion) -> None:

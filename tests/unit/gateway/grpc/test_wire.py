@@ -161,7 +161,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         assert parts is None  # the long way: it may be too long
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_of(infer_request(made))
+    assert parts.identity.is_identity_of(infer_request(made))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 

@@ -23,7 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
+from shmserve.gateway.compression import (
+    Inflater,
+    check_encoding,
+    compress_pieces,
+    preferred_encoding,
+)
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import parser, tensors
@@ -89,8 +94,8 @@ def test_an_error_keeps_no_reference_to_the_text(text: bytes) -> None:
         try:
             loads(text)
         except JsonFault as error:
-            told = weakref.ref(error)
-        assert told() is None
+            reference = weakref.ref(error)
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -744,7 +749,7 @@ def test_an_output_must_fit_its_region() -> None:
     ],
 )
 def test_the_encoding_with_the_highest_weight_is_used(header: str, chosen: str) -> None:
-    assert accepted_encoding(header) == chosen
+    assert preferred_encoding(header) == chosen
 
 
 def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
@@ -756,7 +761,7 @@ def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
 
 @given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
 def test_compressed_bodies_round_trip(raw: bytes, step: int, encoding: str) -> None:
-    packed = b"".join(deflated([raw[:100], memoryview(raw)[100:]], encoding))
+    packed = b"".join(compress_pieces([raw[:100], memoryview(raw)[100:]], encoding))
     assert inflated(packed, step=step) == raw
     assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
 

@@ -148,7 +148,7 @@ def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
     rig.done()
     report = rig.report()
     assert report["inference_count"] == 3
-    assert [each["batch_size"] for each in report["batch_stats"]] == [1, 3]
+    assert [entry["batch_size"] for entry in report["batch_stats"]] == [1, 3]
 
 
 def test_delay_scheduler_counts_slots_and_backlog() -> None:

@@ -94,7 +94,9 @@ def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
 
 def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
-    unloaded, failed = (model(outcomes={"1": each}) for each in (UNLOADED, LoadOutcome("broken")))
+    unloaded, failed = (
+        model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
+    )
     shown = [
         [row["reason"] for row in index_rows("m", statuses(facts), memory_range, ready=False)]
         for facts in (unloaded, failed)
@@ -139,7 +141,7 @@ def test_the_report_of_the_start_says_once_what_has_changed(
         caplog.clear()
         seen.update(now)
         report.update()
-        return [(each.levelname, each.getMessage().split(" (")[0]) for each in caplog.records]
+        return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
     assert said(a="loading") == []
     with report:
