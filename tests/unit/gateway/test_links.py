@@ -156,13 +156,13 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each is told, and the end; what comes after who waited has left is given back."""
     finished = answer()
     body = (finished.schema, finished.data)
-    heard: list[Any] = []
+    outcomes: list[Any] = []
     released: list[str] = []
 
     async def stream(rig: Rig) -> None:
         for number in (1, 2):
             request = rig.ask(number, partial(released.append, f"of {number}"))
-            request.heard = heard
+            request.heard = outcomes
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
@@ -175,7 +175,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         assert others == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 
     run(tmp_path, stream)
-    assert [(message.id, message.final) for message in heard] == [
+    assert [(message.id, message.final) for message in outcomes] == [
         *((1, False), (1, False), (1, True)),
         (2, False),
     ]
