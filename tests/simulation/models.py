@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestSchema
@@ -84,7 +84,7 @@ class Model:
     @property
     def generative(self) -> bool:
         """Return whether the model generates text."""
-        return bool(self.config.get("backend") == GENERATIVE)
+        return bool(self.config.get("backend") == LLM_BACKEND)
 
     @staticmethod
     def rounds(content: bytes) -> int:

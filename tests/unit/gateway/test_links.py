@@ -112,11 +112,11 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
             request = HttpInference(*how, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
         if answered == "before":
-            rig.schedulers.take(rig.endpoint, answer())
+            rig.schedulers.handle(rig.endpoint, answer())
             assert request.message is not None
         request.cancel()
         if answered == "after":
-            rig.schedulers.take(rig.endpoint, answer())
+            rig.schedulers.handle(rig.endpoint, answer())
         late = answered == "after"
         assert notified == ([] if late else [request]) and request.message is None
         expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
@@ -142,8 +142,8 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
             rig.ask(number)
             rig.read(answer())
         assert await rig.receive(4)
-        rig.schedulers.take(rig.endpoint, m.Finished(1, b"", []))
-        rig.schedulers.take(rig.endpoint, m.Finished(2, b"", []))
+        rig.schedulers.handle(rig.endpoint, m.Finished(1, b"", []))
+        rig.schedulers.handle(rig.endpoint, m.Finished(2, b"", []))
         rig.read(answer())  # nothing is in flight with which it could go
         await rig.receive(5)
 
@@ -156,26 +156,26 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each is told, and the end; what comes after who waited has left is given back."""
     finished = answer()
     body = (finished.schema, finished.data)
-    outcomes: list[Any] = []
+    heard: list[Any] = []
     released: list[str] = []
 
     async def stream(rig: Rig) -> None:
         for number in (1, 2):
             request = rig.ask(number, partial(released.append, f"of {number}"))
-            request.heard = outcomes
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
+            request.heard = heard
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
                 request.abandon()
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
         others = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
         release = m.Release(4321, [4096], 1)
         assert others == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 
     run(tmp_path, stream)
-    assert [(message.id, message.final) for message in outcomes] == [
+    assert [(message.id, message.final) for message in heard] == [
         *((1, False), (1, False), (1, True)),
         (2, False),
     ]

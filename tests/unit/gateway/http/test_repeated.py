@@ -16,7 +16,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release
 from shmserve.ipc.messages.publications import ModelWithdrawn, SchedulerLost
 from shmserve.ipc.messages.supervision import Drain, Drained
-from shmserve.ipc.scheduler_client import ENDED
+from shmserve.ipc.scheduler_client import NO_SCHEDULER
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
@@ -194,7 +194,7 @@ def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     for _ in range(2):
         reply = asked.ask(64)
-        assert reply.status == 503 and reply.error.endswith(ENDED)
+        assert reply.status == 503 and reply.error.endswith(NO_SCHEDULER)
     successor = asked.gateway.scheduler(add_sub)
     asked.gateway.publish(SIMPLE, successor)
     assert asked.is_right(65)
