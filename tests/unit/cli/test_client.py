@@ -165,10 +165,10 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers["Inference-Header-Content-Length"])
         request = json.loads(body[:length])
         self.server.asked.append((self.path, request))  # type: ignore[attr-defined]
-        (given,) = request["inputs"]
-        size = given["parameters"]["binary_data_size"]
+        (tensor,) = request["inputs"]
+        size = tensor["parameters"]["binary_data_size"]
         assert len(body) == length + size
-        output = {**given, "name": "Y"}
+        output = {**tensor, "name": "Y"}
         answer = {"model_name": "m", "model_version": "1", "outputs": [output]}
         self.reply(200, answer, body[length:])
 
@@ -292,10 +292,10 @@ def test_each_problem_is_one_line(
 ) -> None:
     known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
     completed = run(arguments[0], *known, *arguments[1:])
-    shown = capsys.readouterr()
-    assert (completed, shown.out) == (status, "")
-    assert text in shown.err
-    assert shown.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert (completed, captured.out) == (status, "")
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])
