@@ -27,7 +27,7 @@ class Difference:
 def _shown(where: str, value: Any) -> str:
     """Of batches of another number, only whose they are."""
     if where == "batches" and isinstance(value, list):
-        value = [[told["id"] or "-" for told in batch["batch"]] for batch in value]
+        value = [[entry["id"] or "-" for entry in batch["batch"]] for batch in value]
     return str(value)
 
 

@@ -179,8 +179,8 @@ def test_who_reads_on_after_the_ensemble_has_died(
         for factor in range(2, 6):
             right = values * factor + 1
             assert (others.infer("last", *asked(factor)).tensors()["OUT"] == right).all()
-        made = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
-        assert (made == values + 1).all()
+        output = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
+        assert (output == values + 1).all()
 
 
 def test_readiness_follows_its_steps(server: Server, go: Path) -> None:

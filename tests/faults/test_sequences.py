@@ -198,18 +198,18 @@ def test_a_stream_opens_very_many_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
-    told: queue.Queue[Any] = queue.Queue()
+    results: queue.Queue[Any] = queue.Queue()
     given = grpc.InferInput("INPUT0", [1, 1], "INT32")
     given.set_data_from_numpy(np.zeros((1, 1), np.int32))
     with (
         grpc.InferenceServerClient(server.grpc_url) as greedy,
         http.InferenceServerClient(server.url.removeprefix("http://")) as other,
     ):
-        greedy.start_stream(lambda result, error: told.put(error))
+        greedy.start_stream(lambda result, error: results.put(error))
         for sequence in range(1, STREAMED):
             greedy.async_stream_infer("summing", [given], sequence_id=sequence, sequence_start=True)
         for _ in range(4):  # the sequences that received slots
-            assert told.get(timeout=30) is None
+            assert results.get(timeout=30) is None
         began = time.monotonic()
         infer_input = http.InferInput("INPUT0", [1, 1], "INT32")
         sums = []

@@ -34,10 +34,10 @@ def main() -> None:
     with atheris.instrument_imports(include=["shmserve"]):
         from tests.fuzz.targets import TARGETS
     flags = [f"-max_total_time={wanted.seconds}", "-max_len=4096", "-rss_limit_mb=2048"]
-    with tempfile.TemporaryDirectory() as found:
+    with tempfile.TemporaryDirectory() as folder:
         # New inputs go to the first folder.
         atheris.Setup(
-            [sys.argv[0], *flags, found, str(CORPUS / wanted.target)], TARGETS[wanted.target]
+            [sys.argv[0], *flags, folder, str(CORPUS / wanted.target)], TARGETS[wanted.target]
         )
         atheris.Fuzz()
 

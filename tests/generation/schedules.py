@@ -124,13 +124,13 @@ def requests() -> list[Asked]:
     """All that is ever asked; many begin alike."""
     draw = random.Random(1)
     beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
-    found: list[Asked] = []
+    requests: list[Asked] = []
     for _ in range(_REQUESTS):
         begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
         most = draw.randint(1, _MOST)
-        found.append(Asked(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
-    return found
+        requests.append(Asked(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
+    return requests
 
 
 @functools.cache

@@ -84,8 +84,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def problem(value: Any, schema: dict[str, Any]) -> str:
     """What is wrong with a value by one of the schemas that are `drawn`; "": nothing."""
     if "anyOf" in schema:
-        found = [problem(value, option) for option in schema["anyOf"]]
-        return "" if "" in found else f"{value!r} is none of {schema['anyOf']}"
+        problems = [problem(value, option) for option in schema["anyOf"]]
+        return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
     if "enum" in schema:
         known = any(type(value) is type(option) and value == option for option in schema["enum"])
         return "" if known else f"{value!r} is not in {schema['enum']}"
@@ -159,6 +159,6 @@ def run(size: int, first: int = 0) -> str:
             texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
             tokens += count
             for schema, text in zip(schemas, texts, strict=True):
-                found = problem(json.loads(text), schema)
-                assert not found, f"{found}: {text} by {schema}"
+                violation = problem(json.loads(text), schema)
+                assert not violation, f"{violation}: {text} by {schema}"
     return f"{size} schemas up to {_DEEPEST} deep: all answers are valid ({tokens} tokens)"

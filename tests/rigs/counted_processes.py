@@ -96,7 +96,7 @@ class Calls:
 
     def by_function(self) -> dict[str, float]:
         """The calls a request, those of C functions with the Python function that called them."""
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
         for entry in self._profile.getstats():
             code: CodeType | str = entry.code
             if isinstance(code, str) or code.co_filename.startswith(_NOT_COUNTED):
@@ -104,8 +104,8 @@ class Calls:
             inner = [call for call in entry.calls or () if isinstance(call.code, str)]
             count = entry.callcount + sum(call.callcount for call in inner)
             name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-            found[name] = found.get(name, 0) + count / BATCH
-        return found
+            counts[name] = counts.get(name, 0) + count / BATCH
+        return counts
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     links = GatewaySchedulers()
     trim = MallocTrim()
     settings = GatewaySettings()
-    made = Gateway(
+    counted_gateway = Gateway(
         settings=settings,
         schedulers=links,
         models=ModelTable(links),
@@ -398,11 +398,13 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         health=HealthChanged(live=True, ready=True, exiting=False),
     )
     published = MagicMock(endpoint=schedulers.endpoint)
-    made.models.publish(gateway_rig.publication(case.config, published))
+    counted_gateway.models.publish(gateway_rig.publication(case.config, published))
     memory_range = pack_range(region.memory_range(0, region.memory.byte_size))
-    made.regions.publish(RegionPublished(_REGION, "/key", list(memory_range), os.getuid(), -1, 0))
+    counted_gateway.regions.publish(
+        RegionPublished(_REGION, "/key", list(memory_range), os.getuid(), -1, 0)
+    )
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-    server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
+    server = Acceptor(_grpc(counted_gateway) if grpc else _http(counted_gateway), rules, 1000)
     request = case.call if grpc else case.post
     ends = socket.socketpair()
     connections: list[tuple[Any, _Transport]] = [

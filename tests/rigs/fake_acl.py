@@ -59,8 +59,8 @@ class FakeAcl:
             return self._objects[description][0][f"{side}s"][index]
 
         def size(description: int, index: int) -> int:
-            found = tensor(description, index)
-            return int(np.prod(found["dims"])) * np.dtype(_KINDS[found["type"]]).itemsize
+            pointer = tensor(description, index)
+            return int(np.prod(pointer["dims"])) * np.dtype(_KINDS[pointer["type"]]).itemsize
 
         getters: dict[str, Callable[..., Any]] = {
             f"get_num_{side}s": lambda d: len(self._objects[d][0][f"{side}s"]),
@@ -81,8 +81,8 @@ class FakeAcl:
         return self._call("finalize")
 
     def create_data_buffer(self, address: int, byte_size: int) -> int:
-        made: int = self._make("create_data_buffer", (address, byte_size))[0]
-        return made
+        address_of_buffer: int = self._make("create_data_buffer", (address, byte_size))[0]
+        return address_of_buffer
 
     def destroy_data_buffer(self, buffer: int) -> int:
         return self._breaker("destroy_data_buffer")(buffer)

@@ -228,9 +228,9 @@ class Rig:
         self.send(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:
-        made = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
-        self.schedulers.append(made)
-        return made
+        scheduler = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
+        self.schedulers.append(scheduler)
+        return scheduler
 
     def publish(
         self,
@@ -259,11 +259,11 @@ class Rig:
 def rig(
     run_dir: Path, listener: socket.socket | None = None, *, grpc: bool = False, **settings: Any
 ) -> Iterator[Rig]:
-    made = Rig(run_dir, listener, grpc=grpc, **settings)
+    gateway_rig = Rig(run_dir, listener, grpc=grpc, **settings)
     try:
-        yield made
+        yield gateway_rig
     finally:
-        made.close()
+        gateway_rig.close()
 
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:

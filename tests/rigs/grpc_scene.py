@@ -74,12 +74,12 @@ class Transport(asyncio.Transport):
     def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Kind, flags, stream and payload of what was written since the last look."""
         data, self.written = self.written, b""
-        found = []
+        messages = []
         while data:
             end = 9 + int.from_bytes(data[:3], "big")
-            found.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
+            messages.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
             data = data[end:]
-        return found
+        return messages
 
 
 class Scene:

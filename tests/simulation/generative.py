@@ -51,10 +51,10 @@ class CountedPool(BlockPool):
         """Allocate blocks, and check that none of them was in use."""
         self.operations += wanted
         before = self.references[:]
-        found = super().allocate(wanted, after)
-        assert len(set(found)) == wanted
-        assert not any(before[block] for block in found)
-        return found
+        new_block = super().allocate(wanted, after)
+        assert len(set(new_block)) == wanted
+        assert not any(before[block] for block in new_block)
+        return new_block
 
     def share(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)
@@ -233,7 +233,7 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
     search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
-    found: list[tuple[float, list[int], str]] = []
+    continuations: list[tuple[float, list[int], str]] = []
     for length in range(1, most + 1):
         ranked = sorted(
             (
@@ -248,21 +248,23 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.ends:
                 if memory_range < search.width:
-                    found.append((score / length**search.length_penalty, text, "stop"))
+                    continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        found = sorted(found, key=lambda each: -each[0])[: search.width]
+        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
         reach = most if search.early_stopping == "never" and search.length_penalty > 0 else length
         best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        full = len(found) == search.width
-        if not beams or (full and (search.early_stopping == "true" or found[-1][0] >= best)):
+        full = len(continuations) == search.width
+        if not beams or (
+            full and (search.early_stopping == "true" or continuations[-1][0] >= best)
+        ):
             break
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            found.append((score / most**search.length_penalty, text, "length"))
-        found = sorted(found, key=lambda each: -each[0])[: search.width]
-    return [(text, why) for _, text, why in found]
+            continuations.append((score / most**search.length_penalty, text, "length"))
+        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
+    return [(text, why) for _, text, why in continuations]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
@@ -66,7 +66,7 @@ class Generator(Worker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        text = self.model.config["parameters"][PARAMETER]["string_value"]
+        text = self.model.config["parameters"][ENGINE_PARAMETER]["string_value"]
         self._settings = EngineSettings.read(text)
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 

@@ -52,13 +52,13 @@ class Piece(NamedTuple):
 
 
 def pieces(packed: bytes) -> list[Piece]:
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for part in packed.decode().split(";"):
         sample, begin, tokens, over = part.split(":")
-        found.append(
+        pieces.append(
             Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], over)
         )
-    return found
+    return pieces
 
 
 @functools.lru_cache(1 << 14)
@@ -90,13 +90,13 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
             None, 0, 0, wanted.prompt, wanted.most, beams=wanted.search
         )
         return searched(generation)
-    found: list[tuple[list[int], str]] = []
+    samples: list[tuple[list[int], str]] = []
     for sample in range(wanted.samples):
         tokens, over = alone(wanted.prompt, sample, wanted.most)
         if STOP in tokens:
             tokens, over = tokens[: tokens.index(STOP) + 1], "stop"
-        found.append((tokens, over))
-    return found
+        samples.append((tokens, over))
+    return samples
 
 
 def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> str:

@@ -46,11 +46,11 @@ def next_token(slots: list[Slot], sample: int) -> int:
 
 def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
     """Return the best next tokens of a beam search with their scores, best first."""
-    found, before = [], _after(slots)
+    candidates, before = [], _after(slots)
     for token in range(VOCABULARY):
         digest = _digest(before, token)
-        found.append((token, -int.from_bytes(digest[:4], "little") / 2**30))
-    return sorted(found, key=lambda each: -each[1])[:count]
+        candidates.append((token, -int.from_bytes(digest[:4], "little") / 2**30))
+    return sorted(candidates, key=lambda each: -each[1])[:count]
 
 
 def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
@@ -180,9 +180,9 @@ class GenerativeWorker:
         size = self.block_size
         for index, start in enumerate(range(0, end, size)):
             stop = min(start + size, end)
-            found = self._pool[known.table[index]][: stop - start]
+            rows = self._pool[known.table[index]][: stop - start]
             wanted = known.slots[start:stop]
-            assert found == wanted, f"positions {start} to {stop} of {end}: {found}, not {wanted}"
+            assert rows == wanted, f"positions {start} to {stop} of {end}: {rows}, not {wanted}"
         self.read += end
 
     def _write(self, known: _SequenceSlots, slots: list[Slot]) -> None:

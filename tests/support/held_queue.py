@@ -41,9 +41,9 @@ class Queue:
         each batch.
         """
         self.holder.release()
-        found = []
+        requests = []
         for _ in range(count):
             visit = self.server.gate.next()
-            found.append(visit.batch)
+            requests.append(visit.batch)
             visit.release()
-        return found
+        return requests

@@ -29,13 +29,13 @@ needs_users = pytest.mark.skipif(
 
 def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> T:
     """Call `action` as user `uid` with these groups; return or raise its result."""
-    found: list[T] = []
+    items: list[T] = []
     failed: list[BaseException] = []
 
     def be() -> None:
         try:
             _become(uid, groups)
-            found.append(action())
+            items.append(action())
         except BaseException as error:
             failed.append(error)
 
@@ -44,7 +44,7 @@ def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> 
     thread.join()
     if failed:
         raise failed[0]
-    return found[0]
+    return items[0]
 
 
 def _become(uid: int, groups: tuple[int, ...]) -> None:

@@ -79,9 +79,9 @@ def test_the_control_plane_does_not_import_workers() -> None:
 
 def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
-        found = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
-        found.discard("shmserve.serving.serve")  # imported when a program asks for it
-        assert not [name for name in found if within(name, {"shmserve"})], leaf
+        imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
+        imported.discard("shmserve.serving.serve")  # imported when a program asks for it
+        assert not [name for name in imported if within(name, {"shmserve"})], leaf
 
 
 def test_nothing_pickles() -> None:

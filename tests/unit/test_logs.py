@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_written(path: str) -> None:
 
 def entries(sock: socket.socket) -> list[dict[str, str]]:
     """The fields of what a journal was sent: in datagrams, or in sealed files."""
-    found = []
+    entries_found = []
     with contextlib.suppress(BlockingIOError):
         while True:
             data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 1)
@@ -180,8 +180,8 @@ def entries(sock: socket.socket) -> list[dict[str, str]]:
                     value, rest = rest[8 : 8 + size], rest[8 + size + 1 :]
                 fields[name.decode()] = value.decode()
                 data = rest
-            found.append(fields)
-    return found
+            entries_found.append(fields)
+    return entries_found
 
 
 @pytest.fixture
@@ -229,8 +229,8 @@ def test_what_is_about_a_model_names_it(journal: socket.socket) -> None:
     logger.info("inference of model '%s' failed", "b")
     logger.info("models: %s", "c")
     logger.info("model %(name)s", {"name": "d"})
-    found = [entry.get("SHMSERVE_MODEL") for entry in entries(journal)]
-    assert found == ["a", "b", None, None]
+    models = [entry.get("SHMSERVE_MODEL") for entry in entries(journal)]
+    assert models == ["a", "b", None, None]
 
 
 def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:

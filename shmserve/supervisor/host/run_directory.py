@@ -89,12 +89,12 @@ class RunDirectory:
     @classmethod
     def usual(cls, group: int = -1) -> RunDirectory:
         """Lock the default folder of clients, or else a new one beside it or a temporary one."""
-        usual = endpoints.usual_run_directory(os.environ)
+        usual = endpoints.default_run_directory(os.environ)
         try:
             return cls(usual, group, _USUAL_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
             try:
-                fallback = cls(endpoints.beside(usual, secrets.token_hex(4)), group)
+                fallback = cls(endpoints.sibling_run_directory(usual, secrets.token_hex(4)), group)
             except (InvalidArgument, OSError):
                 fallback = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ")

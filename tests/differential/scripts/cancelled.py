@@ -52,8 +52,10 @@ def streamed_and_executing() -> Script:
     """One that a decoupled model is about to respond to is closed."""
     name = "streamed_and_executing"
     steps: list[Step] = [Ask("s", name, 2, stream=True), Cancel("s"), Release("s")]
-    made = recorder(name, MANY, one=COUNT)
-    return Script(name, [made], [*steps, Ask("b", name, 1, stream=True), Drain()], [FAILED])
+    recording_model = recorder(name, MANY, one=COUNT)
+    return Script(
+        name, [recording_model], [*steps, Ask("b", name, 1, stream=True), Drain()], [FAILED]
+    )
 
 
 def between_steps(name: str, first: str, known: Sequence[Known]) -> Script:

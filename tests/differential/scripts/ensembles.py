@@ -101,11 +101,11 @@ def unbatched_step() -> Script:
 def optional() -> Script:
     """An input that a request may leave out."""
     name = "optional_step"
-    made = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
+    recording_model = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
     whole = ensemble(name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL])
     more = {"MORE": ("INT32", [1, 1], [5])}
     asks = Ask("with", name, 1, inputs=more), Ask("without", name, 1)
-    return Script(name, [made, whole], one_by_one(*asks))
+    return Script(name, [recording_model, whole], one_by_one(*asks))
 
 
 def decoupled() -> Script:

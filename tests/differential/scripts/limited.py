@@ -21,10 +21,10 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
         needs.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
     limits = f"rate_limiter {{ resources [ {', '.join(needs)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
-    made = recorder(name, "", instances=instances)
-    lines = made.config.splitlines()
+    recording_model = recorder(name, "", instances=instances)
+    lines = recording_model.config.splitlines()
     kept = [line for line in lines if "instance_group" not in line]
-    return Model(name, "\n".join([*kept, group]), made.one)
+    return Model(name, "\n".join([*kept, group]), recording_model.one)
 
 
 def taking_turns(name: str, resource: str) -> Script:

@@ -54,8 +54,8 @@ def write_ensemble(repository: Path) -> None:
     tensors = ("X", "a", "b", "Y")
     steps = ", ".join(
         f'{{ model_name: "{name}" model_version: -1 input_map {{ key: "X" value: "{read}" }} '
-        f'output_map {{ key: "Y" value: "{made}" }} }}'
-        for name, read, made in zip(NAMES, tensors, tensors[1:], strict=False)
+        f'output_map {{ key: "Y" value: "{output}" }} }}'
+        for name, read, output in zip(NAMES, tensors, tensors[1:], strict=False)
     )
     (repository / "chain" / "1").mkdir(parents=True)
     (repository / "chain" / "config.pbtxt").write_text(

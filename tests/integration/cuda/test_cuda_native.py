@@ -78,8 +78,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as made:
-        yield made
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
     gc.collect()
 
 
@@ -237,9 +237,9 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
             client.infer("twice", region)
             assert (region["y"] == 6).all()
     size = 16 * SIDE * 4
-    with SharedObject(2 * size) as made, server.http() as http:
-        made.write(np.full(16 * SIDE, 5, np.float32))
-        body = {"key": made.key, "byte_size": 2 * size, "pin": True}
+    with SharedObject(2 * size) as shared_object, server.http() as http:
+        shared_object.write(np.full(16 * SIDE, 5, np.float32))
+        body = {"key": shared_object.key, "byte_size": 2 * size, "pin": True}
         http.post("/v2/systemsharedmemory/region/pinned/register", body).ok()
         memory_range = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
         request = {
@@ -251,6 +251,6 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
             ],
         }
         http.infer("twice", request).ok()
-        assert (made.read(np.float32, 16 * SIDE, size) == 10).all()
+        assert (shared_object.read(np.float32, 16 * SIDE, size) == 10).all()
         http.unregister().ok()
     assert "cannot be pinned" not in server.log()

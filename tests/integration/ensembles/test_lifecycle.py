@@ -143,10 +143,10 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
     asked = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
 
     def answer(model: str) -> float:
-        given, made, _ = asked[model]
+        given, quantised, _ = asked[model]
         with started.http(timeout_s=30) as http:
             body = {"inputs": [json_input(given, np.array([1], np.float32))]}
-            return float(http.infer(model, body).ok().tensors()[made][0])
+            return float(http.infer(model, body).ok().tensors()[quantised][0])
 
     with running(tmp_path) as started, ThreadPoolExecutor(len(asked)) as people:
         with holding(started.gate):
@@ -156,6 +156,6 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
             started.process.send_signal(signal.SIGTERM)
             until("nobody is let in", lambda: refuses(started.http_port))
         assert {model: future.result() for model, future in answers.items()} == {
-            model: made for model, (_, _, made) in asked.items()
+            model: expected for model, (_, _, expected) in asked.items()
         }
         assert started.wait_exit(20) == 0

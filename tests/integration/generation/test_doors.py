@@ -57,10 +57,10 @@ def test_side_by_side_the_tokens_are_those_of_transformers(
     # host.
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        made = pool.map(
+        texts_made = pool.map(
             lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
         )
-    for prompt, tokens in zip(PROMPTS, made, strict=True):
+    for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
         assert tokens == greedy(prompt, count), prompt
     for mode in modes:
         assert generative.metric("shmserve_llm_preemption", model=model, mode=mode)
@@ -112,11 +112,11 @@ def test_what_others_do_changes_no_tokens(
 ) -> None:
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        made = pool.map(
+        texts_made = pool.map(
             lambda prompt: token_ids(generative, "tight", prompt, max_tokens=count), PROMPTS
         )
         crime(generative)
-        for prompt, tokens in zip(PROMPTS, made, strict=True):
+        for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
             assert tokens == greedy(prompt, count), prompt
     until(
         "nothing is left",
@@ -161,12 +161,12 @@ def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
     whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
     texts = {0: "", 1: ""}
-    told: list[int] = []
+    records: list[int] = []
     for event in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
         texts[event.choices[0].index] += event.choices[0].text
-        told.append(event.choices[0].index)
+        records.append(event.choices[0].index)
     assert [*texts.values()] == [choice.text for choice in whole.choices]
-    assert told != sorted(told)
+    assert records != sorted(records)
 
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
@@ -182,9 +182,11 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
     completion = client.completions.create(
         model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2
     )
-    found = completion.choices[0].logprobs
-    assert found is not None and found.tokens is not None and found.top_logprobs is not None
-    assert len(found.tokens) == 3 and all(len(top) >= 1 for top in found.top_logprobs)
+    logprobs = completion.choices[0].logprobs
+    assert (
+        logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
+    )
+    assert len(logprobs.tokens) == 3 and all(len(top) >= 1 for top in logprobs.top_logprobs)
     chat = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "a"}],
@@ -241,8 +243,8 @@ def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
 
 def test_embeddings(client: openai.OpenAI) -> None:
     texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
-    found = client.embeddings.create(model="embedder", input=texts)
-    assert [row.embedding for row in found.data] == [[len(t), ord(t[0])] for t in texts]
+    embeddings = client.embeddings.create(model="embedder", input=texts)
+    assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
     plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
     assert plain.data[0].embedding == [3, ord("x")]
 
@@ -254,8 +256,8 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
     assert [card["root"] for card in extra] == ["tiny", "tiny", "embedder"]
     assert [bool(card["max_model_len"]) for card in extra] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
-    made = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
-    assert made.model == "tiny"
+    completion = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
+    assert completion.model == "tiny"
     assert client.models.retrieve("tiny").owned_by == "shmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
@@ -269,11 +271,11 @@ def test_texts_and_tokens_are_those_of_transformers(
     body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
     ids = tokenizer(prompt, add_special_tokens=special).input_ids
     with generative.http() as http:
-        found = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
+        tokenized = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
         text = http.post("/detokenize", {"model": "tiny", "tokens": ids}).ok().json()
-    assert (found["tokens"], found["count"]) == (ids, len(ids))
-    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
-    assert found["max_model_len"] > 1
+    assert (tokenized["tokens"], tokenized["count"]) == (ids, len(ids))
+    assert tokenized["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert tokenized["max_model_len"] > 1
     assert text == {"prompt": tokenizer.decode(ids)}
 
 
@@ -282,10 +284,10 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
     for generation in (True, False):
         body = {"model": "tiny", "messages": messages, "add_generation_prompt": generation}
         with generative.http() as http:
-            found = http.post("/tokenize", body).ok().json()
+            tokenized = http.post("/tokenize", body).ok().json()
         kind = {"tokenize": True, "return_dict": False, "add_generation_prompt": generation}
-        assert found["tokens"] == tokenizer.apply_chat_template(messages, **kind)
-        assert found["token_strs"] is None
+        assert tokenized["tokens"] == tokenizer.apply_chat_template(messages, **kind)
+        assert tokenized["token_strs"] is None
 
 
 @pytest.mark.parametrize(
@@ -322,15 +324,15 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
         def listed() -> dict[str, Any]:
-            found = client.models.list()
-            return {model.id: (model.model_extra or {})["max_model_len"] for model in found}
+            models = client.models.list()
+            return {model.id: (model.model_extra or {})["max_model_len"] for model in models}
 
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
         assert client.models.retrieve("night").id == "night"
         # Retrieving a model does not load it.
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
-        made = client.completions.create(model="night", prompt="a", max_tokens=1)
-        assert made.model == "first"
+        completion = client.completions.create(model="night", prompt="a", max_tokens=1)
+        assert completion.model == "first"
         assert all(listed().values())
         with server.http() as http:
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
@@ -410,9 +412,9 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    made = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
-    assert [choice.index for choice in made.choices] == list(range(5))
-    assert made.usage is not None and made.usage.completion_tokens == 15
+    completion = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
+    assert [choice.index for choice in completion.choices] == list(range(5))
+    assert completion.usage is not None and completion.usage.completion_tokens == 15
 
 
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
@@ -446,17 +448,17 @@ def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
 def test_a_beam_search_finds_what_transformers_finds(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt=prompt, max_tokens=COUNT, n=3, extra_body={"use_beam_search": True}
     )
-    assert [choice.text for choice in found.choices] == beams(prompt, COUNT, 3)
+    assert [choice.text for choice in completion.choices] == beams(prompt, COUNT, 3)
 
 
 @pytest.mark.parametrize("model", ["guessing", "drafting"])
 def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
-        made = token_ids(generative, model, prompt, max_tokens=60)
-        assert made == greedy(prompt, 60)
+        tokens = token_ids(generative, model, prompt, max_tokens=60)
+        assert tokens == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
     first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
     assert first == second

@@ -56,8 +56,8 @@ def test_a_completion_with_its_prompt(
     asked: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
     asked |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    found: Any = client.completions.create(**asked, stream=stream)
-    events: Any = found if stream else [found]
+    response: Any = client.completions.create(**asked, stream=stream)
+    events: Any = response if stream else [response]
     choices = [choice for event in events for choice in event.choices]
     for index in (0, 1):
         parts = [choice for choice in choices if choice.index == index]
@@ -90,20 +90,20 @@ def test_an_evaluation_finds_what_transformers_finds(
     """Sends the requests of lm-eval's `local-completions`, and evaluates the responses like it."""
     continuations = [tokens[:4], tokens[2:7], tokens[:1]]
     prompts = [[*tokens, *continuation] for continuation in continuations]
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
     )
-    for choice, prompt in zip(found.choices, prompts, strict=True):
-        told = choice.logprobs
-        assert told is not None and told.token_logprobs is not None
-        assert told.top_logprobs is not None
+    for choice, prompt in zip(completion.choices, prompts, strict=True):
+        logprobs = choice.logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
         part = slice(len(tokens), -1)
         rows = scores(prompt)[len(tokens) - 1 : -1]
         row = rows[range(len(rows)), prompt[len(tokens) :]]
-        assert sum(told.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
-        likeliest = [max(continuation.values()) for continuation in told.top_logprobs[part]]
+        assert sum(logprobs.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
+        likeliest = [max(continuation.values()) for continuation in logprobs.top_logprobs[part]]
         greedy = [
-            one == most for one, most in zip(told.token_logprobs[part], likeliest, strict=True)
+            one == most for one, most in zip(logprobs.token_logprobs[part], likeliest, strict=True)
         ]
         assert greedy == (rows.argmax(-1) == rows.new_tensor(prompt[len(tokens) :])).tolist()
 
@@ -131,9 +131,9 @@ def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
         logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
     ).choices[0]  # fmt: skip
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    told = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+    logprobs = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
     specials = "<|end|>", "<|user|>", "<|model|>"
-    text = told.decode(errors="replace")
+    text = logprobs.decode(errors="replace")
     for special in specials:
         text = text.replace(special, "")
     assert text.rstrip("\ufffd") == (choice.message.content or "").rstrip("\ufffd")

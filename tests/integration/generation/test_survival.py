@@ -67,7 +67,7 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
 
 def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
-    found: dict[int, list[Any]] = {0: [], 1: []}
+    logprobs: dict[int, list[Any]] = {0: [], 1: []}
     asked = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
         answer = client.completions.create(**asked)
@@ -75,10 +75,10 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
             for choice in chunk.choices:
                 told = choice.logprobs
                 columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
-                found[choice.index] += zip(*columns, strict=True)
+                logprobs[choice.index] += zip(*columns, strict=True)
             if kill and memory_range == 8:
                 server.find_one("worker tiny").kill()
-    return found
+    return logprobs
 
 
 def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
@@ -87,8 +87,8 @@ def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(scored, server)
         until("it runs", lambda: running_now(server) >= 1, within_s=10)
-        found = [scored(server, kill=True, stream=True), other.result()]
-    for samples in found:
+        answers = [scored(server, kill=True, stream=True), other.result()]
+    for samples in answers:
         for index, tokens in samples.items():
             assert [each[0] for each in tokens] == [each[0] for each in wanted[index]]
             assert [each[3] for each in tokens] == [each[3] for each in wanted[index]]

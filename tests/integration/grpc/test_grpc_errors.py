@@ -24,8 +24,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def call(server: Server) -> Iterator[Any]:
-    with stub(server) as made:
-        yield made
+    with stub(server) as grpc_stub:
+        yield grpc_stub
 
 
 def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
@@ -240,8 +240,8 @@ def test_a_refused_inference(call: Any, case: str) -> None:
     change, status, text = CASES[case]
     request = simple_request()
     change(request)
-    found, said = refusal(call.ModelInfer, request)
-    assert (found, said.partition(" (0 are registered")[0]) == (status, text)
+    code, said = refusal(call.ModelInfer, request)
+    assert (code, said.partition(" (0 are registered")[0]) == (status, text)
 
 
 def load(**parameters: tuple[str, object]) -> Any:

@@ -204,25 +204,25 @@ def test_plain_tls(keys: Path, models: Path) -> None:
     ],
 )
 def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
-    found = run_command("serve", str(models), *flags)
-    assert (found.returncode, found.stderr) == (2, f"shmserve: {text}\n")
+    run = run_command("serve", str(models), *flags)
+    assert (run.returncode, run.stderr) == (2, f"shmserve: {text}\n")
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
     """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
-    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
-    assert (found.returncode, found.stderr) == (
+    run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a "
         "certificate and its private key in PEM\n",
     )
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={keys}/server.key"]
-    found = run_command(
+    run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
     )
-    assert (found.returncode, found.stderr) == (
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
     )
@@ -234,8 +234,8 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
     certificates.openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
     cert, key = tmp_path / "cert", tmp_path / "key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
-    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
-    assert (found.returncode, found.stderr) == (
+    run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' have a type of "
         "key that clients reject (allowed: RSA, P-256, P-384)\n",
@@ -287,12 +287,12 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
 def test_a_port_that_is_taken(models: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
-    assert found.returncode == 2
+        run = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
+    assert run.returncode == 2
     assert re.fullmatch(
         rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
         rf"\(by .*, pid {os.getpid()}\)\n",
-        found.stderr,
+        run.stderr,
     )
 
 
@@ -480,5 +480,5 @@ def test_the_process(mutual: Server) -> None:
 
 def test_two_servers_do_not_share_a_port(mutual: Server, models: Path) -> None:
     flags = ("--http-port=0", "--metrics-port=0")
-    found = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
-    assert found.returncode == 2 and "Address already in use" in found.stderr
+    run = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
+    assert run.returncode == 2 and "Address already in use" in run.stderr

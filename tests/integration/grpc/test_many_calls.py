@@ -66,8 +66,8 @@ async def test_a_thousand_connections(plain: Way) -> None:
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         (gateway,) = plain.server.find("gateway grpc")
-        found = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-        assert len(found) >= CONNECTIONS
+        connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
+        assert len(connections) >= CONNECTIONS
         asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
         assert all(map(is_answer, await asyncio.gather(*asked)))
     finally:
@@ -136,11 +136,13 @@ def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
         sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
         said = b""
-        while (found := said.partition(b"grpc-status")[2])[1:] == b"" or len(found) < 1 + found[0]:
+        while (rest_of_status := said.partition(b"grpc-status")[2])[1:] == b"" or len(
+            rest_of_status
+        ) < 1 + rest_of_status[0]:
             piece = sock.recv(65536)
             assert piece, said
             said += piece
-    assert found[1 : 1 + found[0]] == status
+    assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 
 def test_a_far_deadline(plain: Way) -> None:
@@ -167,8 +169,8 @@ def test_metadata(plain: Way) -> None:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer, call = infer.with_call(request, timeout=20, metadata=sent)
         assert call.code() is grpc.StatusCode.OK
-    (told,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
-    parameters = json.loads(told[4:])["parameters"]
+    (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
+    parameters = json.loads(output[4:])["parameters"]
     assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
         "some-text": "words, and more"
     }

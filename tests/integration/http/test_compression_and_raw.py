@@ -107,9 +107,9 @@ def test_raw_binary(http: Http) -> None:
 
 def test_raw_binary_with_batching(http: Http) -> None:
     values = np.arange(4, dtype=np.float32)
-    found = http.infer("completed", values.tobytes(), RAW).tensors()["OUTPUT0"]
-    assert found.shape == (1, 4)
-    assert (found == 2 * values).all()
+    output = http.infer("completed", values.tobytes(), RAW).tensors()["OUTPUT0"]
+    assert output.shape == (1, 4)
+    assert (output == 2 * values).all()
 
 
 def test_raw_binary_needs_one_input(http: Http) -> None:

@@ -90,8 +90,8 @@ def test_request_id_and_parameters_arrive(client) -> None:
     value = np.zeros([abs(dim) for dim in spec.dims], dtype_of(spec.datatype))
     given = {spec.name: value[None] if signature.max_batch_size else value}
     result = client.infer("echo_request", given, request_id="7", parameters={"colour": "red"})
-    told = json.loads(result["OUTPUT0"].flat[0])
-    assert told["id"] == "7" and told["parameters"] == {"colour": "red"}
+    seen_request = json.loads(result["OUTPUT0"].flat[0])
+    assert seen_request["id"] == "7" and seen_request["parameters"] == {"colour": "red"}
     assert result.parameters == {"answered": True}
 
 
@@ -206,16 +206,16 @@ def test_results_end_with_their_own_regions(client, part: slice) -> None:
     given, first, second = (client.allocate(sizes) for _ in range(3))
     for region in (given, first, second):
         region["a"][:], region["b"][:] = A, B
-    found = client.infer(
+    result = client.infer(
         "simple",
         {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
         outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
     )
     given.release()
     first.release()
-    assert (found["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
+    assert (result["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
     with pytest.raises(shmserve.client.Released):
-        found["OUTPUT0"][0]
+        result["OUTPUT0"][0]
 
 
 def test_regions_are_checked(client) -> None:
@@ -235,8 +235,8 @@ def test_regions_are_checked(client) -> None:
             client.infer("rows", region)
     # Strings go where there is room for them.
     words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
-    found = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
-    assert found["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
+    result = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
+    assert result["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
     with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
         client.infer("rows", INPUT0=frames(), outputs=integers)

@@ -125,7 +125,7 @@ def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
 
 def holders(server: Server, name: str) -> list[str]:
     """Return the server's processes that have the object open or mapped."""
-    found = []
+    results = []
     for process in server.tree():
         opened = []
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -134,5 +134,5 @@ def holders(server: Server, name: str) -> list[str]:
                 opened.append(str(link.readlink()))
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         if any(name in target for target in opened) or name in maps:
-            found.append(process.name())
-    return found
+            results.append(process.name())
+    return results

@@ -235,8 +235,8 @@ def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, 
         hers.write(join_bytes(words))
         size = len(join_bytes(words))
         request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 3], "hers", size)]}
-        found = alice.ask(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
-        assert found == words
+        output = alice.ask(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
+        assert output == words
         assert hers.name not in maps(server.find_one("worker text.0"))
         alice.ask(lambda http: http.unregister()).ok()
 

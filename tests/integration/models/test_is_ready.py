@@ -76,8 +76,8 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
             assert (reply.status == 200) == bool(ready)
             assert client.is_model_ready("moody") == bool(ready)
             given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-            told = http.infer("asker", given).ok().json()
-            assert told["outputs"][0]["data"] == [ready]
+            answer = http.infer("asker", given).ok().json()
+            assert answer["outputs"][0]["data"] == [ready]
         assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
         assert "KeyError: 'none'" in server.log()
         assert http.get("/v2/health/ready").status == 200

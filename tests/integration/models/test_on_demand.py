@@ -320,9 +320,9 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> 
     with running(tmp_path, *flags) as server, server.http() as http:
         for name in [*names, *names]:
             assert answer(http, name) == 1
-            found = states(http)
-            assert found[name] == "READY"
-            assert 1 <= list(found.values()).count("READY") <= 2
+            model_states = states(http)
+            assert model_states[name] == "READY"
+            assert 1 <= list(model_states.values()).count("READY") <= 2
         assert answer(http, "c") == 1
         assert answer(http, "a") == 1
         until("d has left", lambda: states(http)["d"] == ON_DEMAND)

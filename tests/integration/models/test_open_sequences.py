@@ -127,13 +127,13 @@ def always_ready(server: Server) -> Iterator[None]:
     """Check readiness continuously during the block, on one connection as long as it remains
     open.
     """
-    stop, found = threading.Event(), Counter[int]()
+    stop, outcomes = threading.Event(), Counter[int]()
 
     def ask_again() -> None:
         while not stop.is_set():
             with server.http() as http, suppress(ConnectionError, HTTPException):
                 while not stop.wait(0.01):
-                    found[http.get("/v2/health/ready").status] += 1
+                    outcomes[http.get("/v2/health/ready").status] += 1
 
     asking = threading.Thread(target=ask_again)
     asking.start()
@@ -142,4 +142,4 @@ def always_ready(server: Server) -> Iterator[None]:
     finally:
         stop.set()
         asking.join()
-    assert list(found) == [200]
+    assert list(outcomes) == [200]

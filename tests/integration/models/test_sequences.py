@@ -145,8 +145,8 @@ def ask(
     given["sequence_end"] = bool(flags & 2)
     tensor = json_input("INPUT0", np.full(shape, value, np.int32))
     reply = http.infer(model, {"inputs": [tensor], "parameters": given})
-    found = reply.json()
-    return reply.status, found["outputs"][0]["data"][0] if reply.status == 200 else found["error"]
+    answer = reply.json()
+    return reply.status, answer["outputs"][0]["data"][0] if reply.status == 200 else answer["error"]
 
 
 @pytest.mark.parametrize("id_type", ID_TYPES)
@@ -260,8 +260,8 @@ def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
     """Each request has a generated id, and is rescheduled without START until it is answered."""
     for count in (1, 4, 2):
         tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
-        found = http.infer(model, {"inputs": [tensor]}).ok().json()
-        assert found["outputs"][0]["data"] == [1] + [0] * (count - 1)
+        answer = http.infer(model, {"inputs": [tensor]}).ok().json()
+        assert answer["outputs"][0]["data"] == [1] + [0] * (count - 1)
     stats = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"][0]
     assert stats["inference_stats"]["success"]["count"] == 3
     assert stats["execution_count"] == 7

@@ -167,8 +167,8 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
         visit = gate.next()
         visit.release()
         response.result().ok()
-        told = visit.message
-        return told["START"], told["READY"], told["CORRID"]
+        message = visit.message
+        return message["START"], message["READY"], message["CORRID"]
 
     for sequence in (1, 2):  # another test may have begun these sequences
         alone(sequence, start=True, end=True)

@@ -113,8 +113,8 @@ def perf(asked: Server, tmp_path: Path) -> Perf:
     def run(door: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "report.json"
         assert main(["perf", *arguments, *at(asked, door), *SHORT, f"--json={path}"]) == 0
-        found: dict[str, Any] = json.loads(path.read_text())["points"][-1]
-        return found
+        point: dict[str, Any] = json.loads(path.read_text())["points"][-1]
+        return point
 
     return run
 

@@ -364,8 +364,8 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             paths[example["model"]].append(example["path"])
         assert paths["tiny"] == ["/v1/completions", "/v1/chat/completions"]
         assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
-        found = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
-        (line,) = [text for text in page.run(found) if "/v1/embeddings" in text]
+        script = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
+        (line,) = [text for text in page.run(script) if "/v1/embeddings" in text]
         done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
         assert json.loads(done.stdout)["object"] == "list"
 

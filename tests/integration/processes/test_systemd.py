@@ -130,9 +130,9 @@ def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
     assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
     assert "model simple: loading\nmodel simple: ready" in log(systemd, "SHMSERVE_MODEL=simple")
     assert "HTTP service at" not in log(systemd, "SHMSERVE_MODEL=simple")
-    found = processes(systemd).items()
+    processes_by_title = processes(systemd).items()
     # In containers that do not permit -200, the scores are relative to 0.
-    files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in found}
+    files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in processes_by_title}
     score = {title: int(file.read_text()) for title, file in files.items()}
     own = score["supervisor"]
     assert own in (-200, 0)

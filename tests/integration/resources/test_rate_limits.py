@@ -62,8 +62,8 @@ def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Pat
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as made:
-        yield made
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
 
 
 def test_models_that_need_the_same_take_turns(
@@ -148,5 +148,5 @@ def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
                 wait_workers(server, count)
         assert server.find_one("scheduler simple").pid == scheduler
         assert not stream.troubles()
-    found = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
-    assert found == ["1", "2"], "how much there is, whenever that changes"
+    counts = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
+    assert counts == ["1", "2"], "how much there is, whenever that changes"

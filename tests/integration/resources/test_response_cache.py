@@ -46,8 +46,8 @@ def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> trit
 
 
 def stats(http: Http, model: str) -> dict[str, Any]:
-    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-    return dict(found)
+    (statistics,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(statistics)
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
@@ -118,9 +118,9 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
 def test_a_region_passes_the_cache_by(http: Http) -> None:
     """A client may write there at any time: what was hashed need not be what is executed."""
     array = np.full(4, 3, np.float32)
-    with SharedObject(64) as made:
-        made.write(array, 0)
-        http.register("cached", made.key, 64).ok()
+    with SharedObject(64) as shared_object:
+        shared_object.write(array, 0)
+        http.register("cached", shared_object.key, 64).ok()
         placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
         results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
         assert (results[0] != results[1]).all()
@@ -131,9 +131,9 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
         for _ in range(2):
             http.infer("regions", into).ok()
         http.unregister("cached").ok()
-    found = stats(http, "regions")
-    assert found["execution_count"] == 4
-    assert found["inference_stats"]["cache_miss"]["count"] == 0
+    statistics = stats(http, "regions")
+    assert statistics["execution_count"] == 4
+    assert statistics["inference_stats"]["cache_miss"]["count"] == 0
 
 
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:

@@ -401,8 +401,8 @@ class LifecycleOracles:
         order = self._last.get(model.name)
         wanted = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
-        found = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
-        if found != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
+        loaded = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
+        if loaded != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
     def _check_shapes(self, version: ObservedVersion) -> None:

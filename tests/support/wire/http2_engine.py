@@ -48,15 +48,15 @@ class Frame(NamedTuple):
 
 def frames_of(data: bytes) -> list[Frame]:
     """Return the frames in these bytes; the last one must be complete."""
-    found = []
+    events = []
     at = 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 3], "big")
         kind, flags, stream = struct.unpack_from(">BBI", data, at + 3)
         at += 9 + size
         assert at <= len(data)
-        found.append(Frame(kind, flags, stream, data[at - size : at]))
-    return found
+        events.append(Frame(kind, flags, stream, data[at - size : at]))
+    return events
 
 
 @dataclass

@@ -86,8 +86,8 @@ def test_texts_go_there_and_back() -> None:
 def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
     datatype = next(name for name, dtype in NUMPY.items() if dtype == array.dtype)
     shape, raw = encode(ModelTensor("X", datatype, array.shape), array)
-    found = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
-    np.testing.assert_array_equal(found, array)
+    decoded = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
+    np.testing.assert_array_equal(decoded, array)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
     torch = pytest.importorskip("torch")
     values = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32).view(np.float32)
     _, raw = encode(tensor("BF16", -1), values)
-    found = np.array(back("BF16", [len(values)], raw), np.float32)
-    np.testing.assert_array_equal(found, torch.from_numpy(values).bfloat16().float().numpy())
+    array = np.array(back("BF16", [len(values)], raw), np.float32)
+    np.testing.assert_array_equal(array, torch.from_numpy(values).bfloat16().float().numpy())
 
 
 def test_values_come_from_json_and_files(tmp_path: Path) -> None:
@@ -187,12 +187,12 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
-    with HTTPServer(("127.0.0.1", 0), Handler) as found:
-        found.asked = []  # type: ignore[attr-defined]
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield found
-        found.shutdown()
+        yield server
+        server.shutdown()
         thread.join()
 
 
@@ -283,9 +283,9 @@ def test_each_problem_is_one_line(
     text: str,
 ) -> None:
     known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
-    found = run(arguments[0], *known, *arguments[1:])
+    completed = run(arguments[0], *known, *arguments[1:])
     shown = capsys.readouterr()
-    assert (found, shown.out) == (status, "")
+    assert (completed, shown.out) == (status, "")
     assert text in shown.err
     assert shown.err.count("\n") == 1
 

@@ -43,8 +43,8 @@ def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_systemd_analyze_accepts_the_units(image: Path) -> None:
-    found = [image / SYSTEM / name for name in systemd.UNITS]
-    assert tool("systemd-analyze", "verify", "--man=no", *found) == ""
+    units = [image / SYSTEM / name for name in systemd.UNITS]
+    assert tool("systemd-analyze", "verify", "--man=no", *units) == ""
 
 
 @pytest.mark.parametrize("service", systemd.SERVICES)
@@ -73,7 +73,7 @@ def test_the_units_of_a_user(
     (home / "r").mkdir(parents=True)
     assert cli.main(["systemd", "install", "--user"]) == 0
     assert "\nrun " not in capsys.readouterr().out  # no manager of this user's runs
-    found = [home / "c/systemd/user" / name for name in systemd.UNITS]
+    units = [home / "c/systemd/user" / name for name in systemd.UNITS]
     assert not (home / "c/systemd/user/shmserve.service.d").exists()
     repository = command_line.read(str(home / "c/shmserve/shmserve.yaml")).repeated
     assert repository == {"model-repository": [str(home / "d/shmserve/models")]}
@@ -83,16 +83,16 @@ def test_the_units_of_a_user(
         "--create",
         str(home / "c/user-tmpfiles.d/shmserve.conf"),
     )
-    assert tool("systemd-analyze", "--user", "verify", "--man=no", *found) == ""
+    assert tool("systemd-analyze", "--user", "verify", "--man=no", *units) == ""
     assert cli.main(["systemd", "remove", "--user"]) == 0
     assert written(home) == set()
 
 
 def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
-    found = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
-    assert found.values == {"shm-group": "shmclients"}
-    assert found.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
+    options = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
+    assert options.values == {"shm-group": "shmclients"}
+    assert options.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
     names = [
         line.partition("=")[2]
         for unit in (tmp_path / SYSTEM).glob("*[!@].socket")

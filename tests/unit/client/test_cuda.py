@@ -144,17 +144,17 @@ def cuda() -> FakeCuda:
 @pytest.fixture
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
     """The driver as the client has it; what it allocates is host memory to whoever asks."""
-    made = cuda.exporting()
-    monkeypatch.setattr("shmserve.client.session.exporting", lambda: made)
+    export = cuda.exporting()
+    monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
-    return made
+    return export
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    made = FakeDevice()
-    monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: made)
-    return made
+    fake_device = FakeDevice()
+    monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: fake_device)
+    return fake_device
 
 
 def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
@@ -181,8 +181,8 @@ def host(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[Supervi
 
 @pytest.fixture
 def client(host: SupervisorContext, exporting: FakeExporting) -> Iterator[Server]:
-    with shmserve.client.connect(host.folder) as made:
-        yield made
+    with shmserve.client.connect(host.folder) as native_client:
+        yield native_client
 
 
 def ask(

@@ -56,9 +56,9 @@ def memories() -> Iterator[Memories]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    made = Memories(64 << 20, share, lambda segment: None)
-    yield made
-    made.close()
+    new_memories = Memories(64 << 20, share, lambda segment: None)
+    yield new_memories
+    new_memories.close()
 
 
 def published(name: str = "m", version: str = "1", latest: bool = True) -> m.ModelPublished:
@@ -390,14 +390,14 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
         text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        found = read_back(number, text, note=1)
-        assert (found["y"].tolist(), found["z"].tolist()) == ([n], [b"%d" % n])
-        assert found["note"] == 1
-        found["y"][:] = 7  # the program's own
+        copy = read_back(number, text, note=1)
+        assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
+        assert copy["note"] == 1
+        copy["y"][:] = 7  # the program's own
         for mixed in ((number, TensorRef("p", "INT32", (1,), place)), (number,)):
-            found = read_back(*mixed)
-            assert found["y"].tolist() == [n]
-            assert len(mixed) == 1 or found["p"].tolist() == [4]
+            copy = read_back(*mixed)
+            assert copy["y"].tolist() == [n]
+            assert len(mixed) == 1 or copy["p"].tolist() == [4]
         assert read_back(TensorRef("p", "INT32", (1,), place))["p"].tolist() == [4]
 
 

@@ -37,10 +37,10 @@ def tcp_pair(
         address = (connect or listen, listener.getsockname()[1])
 
         def dial() -> socket.socket:
-            made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-            stack.enter_context(made)
-            made.connect(address)
-            return made
+            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            stack.enter_context(sock)
+            sock.connect(address)
+            return sock
 
         theirs = dial() if uid < 0 else as_user(uid, dial)
         ours, _ = listener.accept()

@@ -208,8 +208,8 @@ def test_a_command_line_of_triton_is_parsed_or_refused_by_name(line: str, tmp_pa
             server.from_flags(command_line.parse(words), os.environ)
         assert expected in refused.value.message
         return
-    found = server.from_flags(command_line.parse(words), os.environ)
-    assert set(found.model_repositories) == {tmp_path}
+    options = server.from_flags(command_line.parse(words), os.environ)
+    assert set(options.model_repositories) == {tmp_path}
     for path, value in ({IDLE: ()} | dict(expected)).items():
-        what = attrgetter(path)(found)
+        what = attrgetter(path)(options)
         assert (set(what()) if callable(what) else what) == value

@@ -33,9 +33,9 @@ from tests.support.wire.raw_http import Http, in_region, raw_connection
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), id="my server") as made:
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), id="my server") as model_rig:
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,8 @@ def test_every_route_has_a_scope() -> None:
     ],
 )
 def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] | None) -> None:
-    found = ROUTES.find(path)
-    assert (found and found[1]) == parts
+    route = ROUTES.find(path)
+    assert (route and route[1]) == parts
 
 
 def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http) -> None:

@@ -20,13 +20,13 @@ X = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
 
 
 def texts(tensor: TensorRef) -> list[str]:
-    data, found, at = tensor.data, [], 0
+    data, texts, at = tensor.data, [], 0
     assert isinstance(data, bytes)
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "little")
-        found.append(data[at + 4 : at + 4 + size].decode())
+        texts.append(data[at + 4 : at + 4 + size].decode())
         at += 4 + size
-    return found
+    return texts
 
 
 def classified(

@@ -112,11 +112,11 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
             request = HttpInference(*how, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
         if answered == "before":
-            rig.schedulers.take(rig.endpoint, answer())
+            rig.schedulers.handle(rig.endpoint, answer())
             assert request.message is not None
         request.cancel()
         if answered == "after":
-            rig.schedulers.take(rig.endpoint, answer())
+            rig.schedulers.handle(rig.endpoint, answer())
         late = answered == "after"
         assert notified == ([] if late else [request]) and request.message is None
         expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
@@ -142,8 +142,8 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
             rig.ask(number)
             rig.read(answer())
         assert await rig.receive(4)
-        rig.schedulers.take(rig.endpoint, m.Finished(1, b"", []))
-        rig.schedulers.take(rig.endpoint, m.Finished(2, b"", []))
+        rig.schedulers.handle(rig.endpoint, m.Finished(1, b"", []))
+        rig.schedulers.handle(rig.endpoint, m.Finished(2, b"", []))
         rig.read(answer())  # nothing is in flight with which it could go
         await rig.receive(5)
 
@@ -163,12 +163,12 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         for number in (1, 2):
             request = rig.ask(number, partial(released.append, f"of {number}"))
             request.heard = heard
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
                 request.abandon()
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
         others = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
         release = m.Release(4321, [4096], 1)

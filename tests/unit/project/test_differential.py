@@ -10,8 +10,8 @@ THEIRS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"
 
 
 def test_each_value_that_differs_is_found_where_it_is() -> None:
-    found = differences(OURS, THEIRS)
-    assert [difference.where for difference in found] == [
+    found_differences = differences(OURS, THEIRS)
+    assert [difference.where for difference in found_differences] == [
         "responses.a.error.1",
         "statistics.m.count",
     ]
@@ -19,10 +19,10 @@ def test_each_value_that_differs_is_found_where_it_is() -> None:
 
 
 def test_a_known_difference_is_passed_over_and_must_be_there() -> None:
-    found = differences(OURS, THEIRS)
+    found_differences = differences(OURS, THEIRS)
     known = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
-    assert judge(found, known) == []
-    assert len(judge(found, known[:1])) == 1
+    assert judge(found_differences, known) == []
+    assert len(judge(found_differences, known[:1])) == 1
     assert judge([], known[:1]) == ["responses.*: no difference any more, although: texts"]
 
 

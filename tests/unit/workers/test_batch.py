@@ -45,9 +45,9 @@ F32 = np.float32
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(40 * MIB)
-    yield made
-    made.close()
+    new_region = Region(40 * MIB)
+    yield new_region
+    new_region.close()
 
 
 def echo(requests: list[Request]) -> list[Response]:
@@ -142,10 +142,10 @@ def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
 @given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
 def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
     byte_size = rows * row
-    found = buffer_capacity(byte_size, rows, most)
-    assert byte_size <= found <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
+    capacity = buffer_capacity(byte_size, rows, most)
+    assert byte_size <= capacity <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
     if row * max(rows, most) <= 64 * MIB:
-        assert found == (row * max(rows, most) if rows else 0), "never grown"
+        assert capacity == (row * max(rows, most) if rows else 0), "never grown"
 
 
 def test_a_ragged_input_comes_flat() -> None:
@@ -259,11 +259,11 @@ def test_an_input_that_is_returned_stays_where_it_is(
     A part of an input, or a computed output, is still written.
     """
     data = np.arange(MIB, dtype=F32)
-    made = ["whole", "part", "whole", "computed"]
+    kinds_of_output = ["whole", "part", "whole", "computed"]
 
     def compute(requests: list[Request]) -> list[Response]:
         x = requests[0].inputs["X"].numpy()
-        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[made.pop(0)]
+        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[kinds_of_output.pop(0)]
         return [Response([Output("Y", "FP32", y)])]
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())

@@ -98,8 +98,12 @@ def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) 
         if way == "owned":
             given.inputs["X"].detach()
         array = given.inputs["X"].numpy()
-        made = {"shorter": array[:2] * 2, "swapped": (array * 2).astype(">f4"), "new": array * 2}
-        return [Response([Output("A", "FP32", made.get(way, array))])]
+        variants = {
+            "shorter": array[:2] * 2,
+            "swapped": (array * 2).astype(">f4"),
+            "new": array * 2,
+        }
+        return [Response([Output("A", "FP32", variants.get(way, array))])]
 
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     ways = ["new", "returned", "owned", "shorter", "swapped"]

@@ -455,9 +455,9 @@ def test_a_module_without_annotations_gets_the_lines_that_it_needs(worker: Rig) 
         worker,
         "class Model(torch.nn.Module):\n    def forward(self, image: Tensor, size): return image\n",
     )
-    with pytest.raises(InvalidArgument) as found:
+    with pytest.raises(InvalidArgument) as raised:
         complete(worker)
-    first, *lines = found.value.message.split("\n")
+    first, *lines = raised.value.message.split("\n")
     assert 'write backend: "pytorch", runtime: "model.py"' in first
     assert [line.strip() for line in lines] == [
         "from shmserve.model import FP32",

@@ -415,13 +415,13 @@ X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
 def test_a_config_is_filled_in() -> None:
-    made = config()
-    made.set_max_batch_size(8)
-    made.set_dynamic_batching()
-    made.add_input({**X, "optional": True})
-    made.add_output(X)
-    made.set_model_transaction_policy({"decoupled": False})
-    assert made.as_dict() == {
+    configuration = config()
+    configuration.set_max_batch_size(8)
+    configuration.set_dynamic_batching()
+    configuration.add_input({**X, "optional": True})
+    configuration.add_output(X)
+    configuration.set_model_transaction_policy({"decoupled": False})
+    assert configuration.as_dict() == {
         "name": "m",
         "max_batch_size": 8,
         "input": [{**X, "optional": True}],
@@ -429,21 +429,26 @@ def test_a_config_is_filled_in() -> None:
         "dynamic_batching": {},
         "model_transaction_policy": {"decoupled": False},
     }
-    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == {**X, "optional": True}
-    assert pb_utils.get_output_config_by_name(made.as_dict(), "X") == X
-    assert pb_utils.get_output_config_by_name(made.as_dict(), "Z") is None
-    assert not pb_utils.using_decoupled_model_transaction_policy(made.as_dict())
+    assert pb_utils.get_input_config_by_name(configuration.as_dict(), "X") == {
+        **X,
+        "optional": True,
+    }
+    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == X
+    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "Z") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(configuration.as_dict())
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
 def test_what_is_written_and_agrees_stays() -> None:
     written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
-    made = config(input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]})
-    made.add_input(X)
-    made.set_max_batch_size(4)
-    made.set_dynamic_batching()
-    assert made.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
-    assert made.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
+    configuration = config(
+        input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
+    )
+    configuration.add_input(X)
+    configuration.set_max_batch_size(4)
+    configuration.set_dynamic_batching()
+    assert configuration.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
+    assert configuration.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
 
 
 @pytest.mark.parametrize(
@@ -565,18 +570,18 @@ def test_a_counter_and_a_gauge() -> None:
 
 @pytest.mark.usefixtures("no_metrics")
 def test_changes_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(metrics, "_on_change", lambda at_once: told.append("changed"))
+    records: list[str] = []
+    monkeypatch.setattr(metrics, "_on_change", lambda at_once: records.append("changed"))
     assert metrics.changes() is None
     family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
     assert metrics.changes() is None  # a family without metrics reports nothing
     counter = family.Metric()
     counter.increment(1)
-    assert told == ["changed"]
+    assert records == ["changed"]
     assert metrics.changes() == [["a", "", "COUNTER", [[(), [1], ()]]]]
     assert metrics.changes() is None
     counter.increment(1)
-    assert told == ["changed"] * 2
+    assert records == ["changed"] * 2
 
 
 @pytest.mark.usefixtures("no_metrics")
@@ -706,8 +711,8 @@ def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
         pb_utils.Logger.log_error("three")
         pb_utils.Logger.log_verbose("four")
         pb_utils.Logger.log("five", pb_utils.Logger.WARNING)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [
+    records = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert records == [
         ("INFO", "one"),
         ("WARNING", "two %s"),
         ("ERROR", "three"),

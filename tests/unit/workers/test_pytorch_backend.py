@@ -45,8 +45,8 @@ class Affine(torch.nn.Module):
 def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = torch.jit.trace(module, example) if example else torch.jit.script(module)
-        torch.jit.save(made, worker.context.version_dir / "model.pt")
+        script = torch.jit.trace(module, example) if example else torch.jit.script(module)
+        torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
 def save_exported(module: torch.nn.Module, worker: Rig, *example: Any, dynamic: Any = None) -> None:
@@ -531,8 +531,8 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
         inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
         inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
     )
-    found = [[decoded(reply, name) for name in outputs] for reply in replies]
-    assert found == [
+    outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
+    assert outputs_by_reply == [
         [[["1x", "2y"]], [["2", "2"]]],
         [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
     ]

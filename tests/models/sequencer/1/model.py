@@ -22,9 +22,11 @@ class TritonPythonModel:
     def execute(self, requests):
         """Tell what came, wait, return the sums."""
         seen = [self.seen(request) for request in requests]
-        told = {name: [row[name] for row in seen] for name in (*CONTROLS, "INPUT0", "shape", "id")}
-        told |= {"batch": told["INPUT0"], "rows": [1] * len(seen)}
-        self.wait(told | {"pid": os.getpid(), "instance": int(self.name.rpartition("_")[2])})
+        report = {
+            name: [row[name] for row in seen] for name in (*CONTROLS, "INPUT0", "shape", "id")
+        }
+        report |= {"batch": report["INPUT0"], "rows": [1] * len(seen)}
+        self.wait(report | {"pid": os.getpid(), "instance": int(self.name.rpartition("_")[2])})
         return [self.response(row) for row in seen]
 
     @staticmethod

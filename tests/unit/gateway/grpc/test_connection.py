@@ -137,8 +137,8 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
         scene.call(5)
         for _ in range(6):
             await scene.clock.advance(PATIENCE_S / 4)
-        found = scene.statuses()
-        assert {stream: status[:2] for stream, status in found.items()} == {1: b"14", 3: b"14"}
+        statuses = scene.statuses()
+        assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
         assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
 
     played(play)
@@ -348,8 +348,8 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
         await scene.clock.advance(0)
         for _ in range(10):
             await scene.clock.advance(PATIENCE_S / 4)
-        found = scene.transport.frames()
-        assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in found]
+        frames = scene.transport.frames()
+        assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
         assert scene.connection.open and not scene.calls[0][1].done
 
     played(play)
@@ -423,9 +423,11 @@ def test_reading_messages_enlarges_the_window() -> None:
             sent += len(asked)
             for _ in range(3):
                 await asyncio.sleep(0)
-            found = [payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW]
-            updates += len(found)
-            granted += sum(int.from_bytes(more, "big") for more in found)
+            window_updates = [
+                payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW
+            ]
+            updates += len(window_updates)
+            granted += sum(int.from_bytes(more, "big") for more in window_updates)
             assert sent - window // 4 - len(asked) <= granted <= sent
         assert 0 < updates <= 4 * sent // window
 

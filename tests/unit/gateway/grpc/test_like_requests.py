@@ -206,9 +206,9 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
                     or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
                 )
             )
-            found = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)
-            assert (found is not None) == bool(turn)
-            if found is None:
+            matched = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)
+            assert (matched is not None) == bool(turn)
+            if matched is None:
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
                 prepared.store(parts, request, model, template)
@@ -218,9 +218,9 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path, grpc=True) as made:
-        made.open()
-        yield made
+    with rig(tmp_path, grpc=True) as model_rig:
+        model_rig.open()
+        yield model_rig
 
 
 def test_each_grpc_response_has_its_own_id(served: Rig) -> None:

@@ -42,9 +42,9 @@ def fed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
 
 def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[ReceivedMessage]:
     assembly = Assembly(WINDOW, HEAD, sinks)
-    found = [it for piece in pieces for it in fed(assembly, piece)]
+    items = [it for piece in pieces for it in fed(assembly, piece)]
     assert not assembly.received_bytes
-    return found
+    return items
 
 
 @given(
@@ -73,20 +73,20 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
     """What is not taken at once is there later, in its order, out of the buffer that it came in."""
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
-    found = []
+    errors = []
     at = count = 0
     while at < len(stream):
         step, takes = steps[count % len(steps)]
         buffer = bytearray(stream[at : at + step])
         assembly.feed(memoryview(buffer))
-        found += [
+        errors += [
             it.data for it in (assembly.take_message() for _ in range(takes)) if it is not None
         ]
         assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
         at, count = at + step, count + 1
-    found += [it.data for it in iter(assembly.take_message, None)]
-    assert found == sent
+    errors += [it.data for it in iter(assembly.take_message, None)]
+    assert errors == sent
     assert not assembly.received_bytes
 
 
@@ -124,8 +124,8 @@ def test_a_large_message_requests_a_window_update() -> None:
 def test_a_message_reports_its_window_updates() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
-    (found,) = fed(assembly, message(bytes(size)))
-    assert found.beyond_window == size + PREFIX.size - WINDOW
+    (sent_message,) = fed(assembly, message(bytes(size)))
+    assert sent_message.beyond_window == size + PREFIX.size - WINDOW
     assert assembly.beyond_window == 0
 
 
@@ -187,8 +187,8 @@ def test_large_messages_are_received_by_a_sink() -> None:
     ]
     stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
     pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
-    found: list[Any] = [it.data for it in assemble(pieces, find)]
-    assert found == [*sent, bytes(LARGE_MESSAGE_BYTES)]
+    parts: list[Any] = [it.data for it in assemble(pieces, find)]
+    assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
     assert asked == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
     assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
     assert not any(sink.dropped for sink in sinks)
@@ -268,10 +268,10 @@ async def test_concurrent_decompression_bombs_are_refused() -> None:
     _, bomb = Deflater(9).frame(bytes(size), "gzip")
     budget = BodyBudget(2 * size, MallocTrim())
     bombs = (inflate_message(bomb, "gzip", size, budget) for _ in range(20))
-    found = await asyncio.gather(*bombs, return_exceptions=True)
+    results = await asyncio.gather(*bombs, return_exceptions=True)
     assert budget._used == 0
-    fine = [it for it in found if it == bytes(size)]
-    refused = [it for it in found if isinstance(it, BrokenMessage)]
+    fine = [it for it in results if it == bytes(size)]
+    refused = [it for it in results if isinstance(it, BrokenMessage)]
     assert len(fine) >= 1
     assert len(refused) >= 17
     assert {it.ending[0] for it in refused} == {StatusCode.UNAVAILABLE}

@@ -38,12 +38,12 @@ def test_every_rpc_has_a_handler() -> None:
 
 
 def request(ident: str = "one") -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name="simple", id=ident)
+    message = pb.ModelInferRequest(model_name="simple", id=ident)
     for name in ("INPUT0", "INPUT1"):
-        made.inputs.add(name=name, datatype="INT32", shape=[1, 16])
-    made.outputs.add(name="OUTPUT0").parameters["classification"].int64_param = 1
-    made.parameters["key"].string_param = "value"
-    return made
+        message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
+    message.outputs.add(name="OUTPUT0").parameters["classification"].int64_param = 1
+    message.parameters["key"].string_param = "value"
+    return message
 
 
 def test_a_fingerprint_excludes_the_tensors() -> None:
@@ -51,20 +51,20 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
     plain.raw_input_contents.extend([b"a" * 64, b"b" * 200])
     other = request()
     other.raw_input_contents.extend([b"c" * 64, b"d" * 200])
-    found, identical = (
+    key, identical = (
         split_message(plain.SerializeToString()),
         split_message(other.SerializeToString()),
     )
-    assert found is not None and identical is not None
-    assert found[0] == identical[0]
-    assert found[1] == [b"a" * 64, b"b" * 200]
+    assert key is not None and identical is not None
+    assert key[0] == identical[0]
+    assert key[1] == [b"a" * 64, b"b" * 200]
     longer = request()
     longer.raw_input_contents.extend([b"a" * 65, b"b" * 199])
     with_other_parameter = request()
     with_other_parameter.parameters["key"].string_param = "other"
     for changed in (longer, with_other_parameter):
-        found = split_message(changed.SerializeToString())
-        assert found is not None and found[0] != identical[0]
+        key = split_message(changed.SerializeToString())
+        assert key is not None and key[0] != identical[0]
 
 
 def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:
@@ -89,5 +89,5 @@ def test_other_notations_have_no_fingerprint(junk: bytes) -> None:
 
 
 def test_fields_after_the_tensors_have_no_fingerprint() -> None:
-    made = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
-    assert split_message(made.SerializeToString() + request().SerializeToString()) is None
+    message = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
+    assert split_message(message.SerializeToString() + request().SerializeToString()) is None

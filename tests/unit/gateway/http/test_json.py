@@ -94,8 +94,8 @@ def test_an_error_keeps_no_reference_to_the_text(text: bytes) -> None:
         try:
             loads(text)
         except JsonFault as error:
-            told = weakref.ref(error)
-        assert told() is None
+            reference = weakref.ref(error)
+        assert reference() is None
     finally:
         gc.enable()
 

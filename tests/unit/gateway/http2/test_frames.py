@@ -18,9 +18,9 @@ from tests.support.wire.http2_engine import Engine, frames_of
 
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**31 - 1), st.binary(max_size=300))
 def test_a_frame(kind: int, flags: int, stream: int, payload: bytes) -> None:
-    made = frames.frame(kind, flags, stream, payload)
-    assert made == wire.frame(kind, flags, stream, payload)
-    assert frames_of(made) == [(kind, flags, stream, payload)]
+    frame_bytes = frames.frame(kind, flags, stream, payload)
+    assert frame_bytes == wire.frame(kind, flags, stream, payload)
+    assert frames_of(frame_bytes) == [(kind, flags, stream, payload)]
 
 
 @given(st.integers(0, 2**24 - 1))

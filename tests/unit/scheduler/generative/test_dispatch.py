@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
@@ -105,7 +105,10 @@ def engine_settings(**given: Any) -> EngineSettings:
 
 def rig_of(settings: EngineSettings) -> Rig:
     return Rig(
-        decoupled=True, backend="llm", parameters={PARAMETER: settings.text}, max_batch_size=0
+        decoupled=True,
+        backend="llm",
+        parameters={ENGINE_PARAMETER: settings.text},
+        max_batch_size=0,
     )
 
 
