@@ -32,7 +32,7 @@ def main(names: list[str]) -> int:
     except Missing as missing:
         print(f"skipped: {missing}")
         return 0
-    wrong = total = 0
+    mismatch_count = total = 0
     for group in chosen(names):
         records = [play(product, group) for product in (ours, theirs)]
         for script in group.scripts:
@@ -42,12 +42,12 @@ def main(names: list[str]) -> int:
                 texts = [text for text in (mine, other) if isinstance(text, str)]
             else:
                 texts = judge(differences(mine, other), script.known)
-            wrong += bool(texts)
+            mismatch_count += bool(texts)
             print(f"{'differs' if texts else 'agrees '}  {group.name}/{script.name}", flush=True)
             for text in texts:
                 print("  " + text[:2000].replace("\n", "\n  "))
-    print(f"{total - wrong} of {total} scripts agree")
-    return wrong
+    print(f"{total - mismatch_count} of {total} scripts agree")
+    return mismatch_count
 
 
 if __name__ == "__main__":

@@ -91,12 +91,12 @@ class Caller:
 
 
 def _inputs(ask: Ask) -> list[grpc.InferInput]:
-    given: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
+    fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
     if ask.value is not None:
         full = [ask.value] * (ask.rows * ask.columns)
-        given["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
+        fields["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
     calls = []
-    for name, (datatype, shape, values) in given.items():
+    for name, (datatype, shape, values) in fields.items():
         one = grpc.InferInput(name, list(shape), datatype)
         kind = np.object_ if datatype == "BYTES" else triton_to_np_dtype(datatype)
         one.set_data_from_numpy(np.array(values, kind).reshape(list(shape)))

@@ -43,11 +43,11 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
         assert http.get("/v2/models/gated/ready").status == 400
         assert http.get("/v2/models/simple/ready").status == 200
         # The model restarts, so new requests wait for it.
-        asked = pool.number("gated", 7)
+        pending = pool.number("gated", 7)
         server.wait_pending("gated", 1)
         loading.release()
         server.gate.next().release()
-        assert values(asked.result()) == [7]
+        assert values(pending.result()) == [7]
         until("it is ready again", lambda: http.get("/v2/health/ready").status == 200, RECOVERY_S)
 
 

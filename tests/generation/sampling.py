@@ -33,8 +33,12 @@ def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int)
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
         for key in range(1, -(-texts // _SAMPLES) + 1):
-            asked: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
-            scheduler.add(key, **asked, **settings, n=_SAMPLES, seed=seed + key)
+            request: dict[str, Any] = {
+                "input_ids": PROMPT,
+                "max_tokens": LENGTH,
+                "ignore_eos": True,
+            }
+            scheduler.add(key, **request, **settings, n=_SAMPLES, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)
             p_values += zip(*[iter(tokens)] * LENGTH, strict=True)

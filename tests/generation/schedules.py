@@ -209,10 +209,10 @@ class Schedule:
         )
 
     def _compare(self, key: int, request: Asked, cancelled: bool) -> None:
-        wanted, texts = alone(self._family, request)
+        expected, texts = alone(self._family, request)
         found = self._rig.bits.get(key, {})
         for at, bits in found.items():
-            assert bits == wanted[at], f"{self._family}, {request}: logits behind {at} differ"
+            assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
         self.counts["logits"] += len(found)
         for sample, text in texts.items():
             ended = self._rig.ended.get((key, sample))

@@ -149,12 +149,12 @@ def answers(
 def run(size: int, first: int = 0) -> str:
     """So many schemas. Raises AssertionError for an answer that is not valid."""
     draw = random.Random(first)
-    wanted = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    expected = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
         path = write_folder(Path(folder) / "model")
         for begin in range(0, size, _TOGETHER):
-            schemas = wanted[begin : begin + _TOGETHER]
+            schemas = expected[begin : begin + _TOGETHER]
             rig = Path(folder) / f"rig{begin}"
             texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
             tokens += count

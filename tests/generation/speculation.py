@@ -97,9 +97,12 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
     assert all(joint[text] for text in counts)
     likely = [text for text, probability in joint.items() if probability * texts >= 8]
     observed = [counts[text] for text in likely]
-    wanted = [joint[text] * texts for text in likely]
-    observed, wanted = [*observed, texts - sum(observed) + 1], [*wanted, texts - sum(wanted) + 1]
-    return float(chisquare(observed, wanted, sum_check=False).pvalue)
+    expected = [joint[text] * texts for text in likely]
+    observed, expected = (
+        [*observed, texts - sum(observed) + 1],
+        [*expected, texts - sum(expected) + 1],
+    )
+    return float(chisquare(observed, expected, sum_check=False).pvalue)
 
 
 def run(size: int, first: int = 0) -> str:

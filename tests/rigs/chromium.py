@@ -97,10 +97,10 @@ class Page:
 
     def key(self, name: str) -> None:
         code = {"Tab": 9, "Enter": 13, "Escape": 27}[name]
-        given: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        fields: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
         if name == "Enter":
-            given["text"] = "\r"
-        self._call("Input.dispatchKeyEvent", type="keyDown", **given)
+            fields["text"] = "\r"
+        self._call("Input.dispatchKeyEvent", type="keyDown", **fields)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
 
     def hide(self, *, hidden: bool) -> None:

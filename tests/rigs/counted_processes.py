@@ -138,14 +138,14 @@ class Case:
 
     def call(self, step: int, request: int) -> bytes:
         """The same over gRPC, the first call on its connection or a later one."""
-        asked = self.http(step, request)
+        reply = self.http(step, request)
         made = pb.ModelInferRequest(model_name=self.model)
-        for tensor in asked["inputs"]:
+        for tensor in reply["inputs"]:
             named = {key: tensor[key] for key in ("name", "datatype", "shape")}
             _place(made.inputs.add(**named), tensor)
             if "data" in tensor:
                 made.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
-        for tensor in asked.get("outputs", ()):
+        for tensor in reply.get("outputs", ()):
             _place(made.outputs.add(name=tensor["name"]), tensor)
         opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")

@@ -148,6 +148,6 @@ class FakeAcl:
         sides = zip(self._objects[inputs], self._objects[outputs], strict=True)
         for tensor, (source, target) in zip(self._objects[model]["inputs"], sides, strict=True):
             kind = np.dtype(_KINDS[tensor["type"]])
-            given = np.frombuffer(ctypes.string_at(*source), kind)
-            ctypes.memmove(target[0], (given * 2).tobytes(), target[1])
+            values = np.frombuffer(ctypes.string_at(*source), kind)
+            ctypes.memmove(target[0], (values * 2).tobytes(), target[1])
         return self._call("mdl.execute")

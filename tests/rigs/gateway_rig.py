@@ -333,10 +333,12 @@ def add_sub(request: Inference) -> Inferred:
     by_name = {tensor.name: tensor for tensor in request.inputs}
     shape = by_name["INPUT0"].shape
     a, b = (np.frombuffer(_inline(by_name[n]), np.int32) for n in ("INPUT0", "INPUT1"))
-    wanted = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
+    requested_outputs = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
     results = (("OUTPUT0", a + b), ("OUTPUT1", a - b))
     return Inferred(
-        tuple(TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in wanted)
+        tuple(
+            TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in requested_outputs
+        )
     )
 
 

@@ -146,8 +146,8 @@ class Scene:
         return frame(HEADERS, END_HEADERS, stream, post(path, *more))
 
     def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
-        asked = frame(DATA, END_STREAM, stream, message(data))
-        self.send(self.head(stream, UNARY, *more) + asked)
+        request_frames = frame(DATA, END_STREAM, stream, message(data))
+        self.send(self.head(stream, UNARY, *more) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
         """How calls ended since the last look, by stream: the status and what follows it."""

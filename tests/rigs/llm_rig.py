@@ -47,8 +47,8 @@ def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
     if given:
         text = json.dumps({"exclude_input_in_output": True, **given})
         inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
-    wanted = tuple(RequestedOutput(name) for name in outputs)
-    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), wanted)))
+    requested_outputs = tuple(RequestedOutput(name) for name in outputs)
+    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
 
 
 def opened(message: ExecutionResponded) -> dict[str, list[Any]]:

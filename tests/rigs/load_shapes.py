@@ -20,10 +20,10 @@ Shape = Callable[[float], float]
 
 def steps(*parts: tuple[float, float]) -> Shape:
     """(seconds, rate) one after the other, again and again."""
-    whole = sum(seconds for seconds, _ in parts)
+    total = sum(seconds for seconds, _ in parts)
 
     def rate(at_s: float) -> float:
-        at_s %= whole
+        at_s %= total
         for seconds, shape in parts:
             if at_s < seconds:
                 return shape

@@ -224,8 +224,8 @@ class EngineRig:
             assert self.found[generation.key] == searched(generation)
             return
         for sample in samples:
-            wanted = alone(generation.prompt, sample, generation.max_tokens)
-            assert self.ended[generation.key, sample] == wanted, (generation.key, sample)
+            expected = alone(generation.prompt, sample, generation.max_tokens)
+            assert self.ended[generation.key, sample] == expected, (generation.key, sample)
 
 
 def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
@@ -293,7 +293,7 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         draw = self._draw = random.Random(seed)
-        given = {
+        fields = {
             "kv_cache_blocks": draw.choice((17, 24, 40)),
             "swap_blocks": draw.choice((0, 8, 32)),
             "max_batch_size": draw.choice((4, 8)),
@@ -301,7 +301,7 @@ class Schedule:
             "prefill_chunk_size": draw.choice((3, 16, 32)),
             **VARIANTS[seed % len(VARIANTS)],
         }
-        self.rig = EngineRig(engine_settings(**given), draw.randint(0, 3))
+        self.rig = EngineRig(engine_settings(**fields), draw.randint(0, 3))
         self._prefixes = [
             [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
@@ -369,9 +369,9 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            wanted, over = alone(generation.prompt, sample, generation.max_tokens)
-            assert tokens == wanted[: len(tokens)]
-            assert why == "stop" or (tokens, why) == (wanted, over)
+            expected, over = alone(generation.prompt, sample, generation.max_tokens)
+            assert tokens == expected[: len(tokens)]
+            assert why == "stop" or (tokens, why) == (expected, over)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""

@@ -479,10 +479,10 @@ class SchedulerTrace:
 
     def check_counters(self, report: dict[str, Any]) -> None:
         """Check that a report of the scheduler agrees with its messages."""
-        shown = report["inference_stats"]
+        statistics = report["inference_stats"]
         violations = {
-            "succeeded": shown["success"]["count"],
-            "failed": shown["fail"]["count"],
+            "succeeded": statistics["success"]["count"],
+            "failed": statistics["fail"]["count"],
             "executions": report["execution_count"],
             "inferences": report["inference_count"],
         }

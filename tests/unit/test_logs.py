@@ -99,21 +99,21 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     logs.configure("role", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", EVIL, extra={"request_id": EVIL})
-    shown = capsys.readouterr().err
-    first, second = shown.rstrip("\n").split("\n")
+    captured = capsys.readouterr().err
+    first, second = captured.rstrip("\n").split("\n")
     assert first.isprintable() and "] refused: x request=x\\nE 2026 forged" in first
     assert second.isprintable() and second.startswith("    E 2026 forged\\x1b[31m\\u2028\\x00\\r")
-    assert len(shown) < 40_000
+    assert len(captured) < 40_000
     try:
         raise ValueError(EVIL + "\nE forged" * 100_000)
     except ValueError:
         logger.exception("failed")
-    shown = capsys.readouterr().err
-    first, *rows = shown.split("\n")[:-1]
+    captured = capsys.readouterr().err
+    first, *rows = captured.split("\n")[:-1]
     assert first.endswith("] failed")
     assert all(row.startswith("    ") and row.isprintable() for row in rows)
     assert len(rows) < 110
-    assert len(shown) < 40_000
+    assert len(captured) < 40_000
 
 
 @pytest.mark.parametrize(

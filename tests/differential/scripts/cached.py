@@ -15,8 +15,8 @@ def whole() -> Script:
     name = "cached_ensemble"
     ensemble_model = ensemble(name, through(f"{name}_1", "INPUT0", "OUT"))
     models = [recorder(f"{name}_1", one=ADD), Model(name, ensemble_model.config + CACHE)]
-    known = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
-    return Script(name, models, one_by_one(Ask("a", name, 1), Ask("b", name, 1)), known)
+    known_differences = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
+    return Script(name, models, one_by_one(Ask("a", name, 1), Ask("b", name, 1)), known_differences)
 
 
 SCRIPTS = [

@@ -27,8 +27,8 @@ def model(
 ) -> Model:
     """A model of sequences with batches of at most 2."""
     config = f"sequence_batching {{ {strategy} {idle} {control or controls()} }}"
-    given: dict[str, Any] = {"max_batch_size": 2, **options}
-    return recorder(name, config, **given)
+    fields: dict[str, Any] = {"max_batch_size": 2, **options}
+    return recorder(name, config, **fields)
 
 
 def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) -> Script:

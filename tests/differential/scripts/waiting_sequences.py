@@ -55,11 +55,11 @@ def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2), Cancel("2a"), Elapse(0.3)]
     sequence_model = model(name, strategy, max_batch_size=1)
-    known = [
+    known_differences = [
         Known("responses.2b.error.1", "who is cancelled with another one is told why"),
         Known("unsettled", "Triton looks for cancelled ones in the backlog when it is their turn"),
     ]
-    return Script(name, [sequence_model], [*steps, ask(1, end=True), Drain()], known)
+    return Script(name, [sequence_model], [*steps, ask(1, end=True), Drain()], known_differences)
 
 
 def without_controls() -> Script:

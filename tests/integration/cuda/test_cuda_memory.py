@@ -186,8 +186,8 @@ def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) ->
         "byte_size": SIZE,
     }
     path = "/v2/cudasharedmemory/region/u/register"
-    wrong = "GPU-00000000-0000-0000-0000-000000000000"
-    reply = http.post(path, {**body, "device_uuid": wrong})
+    wrong_uuid = "GPU-00000000-0000-0000-0000-000000000000"
+    reply = http.post(path, {**body, "device_uuid": wrong_uuid})
     assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
     http.post(path, {**body, "device_uuid": uuid}).ok()
     http.post("/v2/cudasharedmemory/unregister").ok()

@@ -193,7 +193,7 @@ def test_a_batch_is_gathered_from_everywhere(
             ]
             server.wait_pending("twice", 4)
         assert (running.result(30)["y"] == batch() * 2).all()
-        results = [asked.result(30) for asked in together]
+        results = [future.result(30) for future in together]
         assert executions(server, "twice") == before + 2
         assert (one["y"].numpy() == batch(1, 1) * 2).all()
         assert (two["y"].numpy() == batch(2, 2) * 2).all()
@@ -221,8 +221,8 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
                 for x, y in (("a", "c"), ("b", "d"))
             ]
             server.wait_pending("twice", 2)
-        for asked in (running, *together):
-            asked.result(30)
+        for future in (running, *together):
+            future.result(30)
         result = np.concatenate([region["c"].numpy(), region["d"].numpy()])
         assert (result == batch(4) * 2).all()
         assert copied(server) - before == 2 * alone + 4 * ROW
@@ -268,13 +268,13 @@ def test_a_model_on_the_cpu(server: Server) -> None:
                 client.register_cuda_shared_memory(name, handle, 0, region._byte_size)
             x = grpc.InferInput("x", [1, SIDE], "FP32")
             x.set_shared_memory("numbers", ROW)
-            given = grpc.InferInput("words", [1, 2], "BYTES")
-            given.set_shared_memory("strings", wire.nbytes)
+            tensor = grpc.InferInput("words", [1, 2], "BYTES")
+            tensor.set_shared_memory("strings", wire.nbytes)
             y = grpc.InferRequestedOutput("y")
             y.set_shared_memory("numbers", ROW, offset=ROW)
             again = grpc.InferRequestedOutput("again")
             again.set_shared_memory("strings", wire.nbytes, offset=wire.nbytes)
-            client.infer("host", [x, given], outputs=[y, again])
+            client.infer("host", [x, tensor], outputs=[y, again])
             client.unregister_cuda_shared_memory()
         result = shm.get_contents_as_numpy(numbers, np.float32, [2, SIDE])
         assert (result[1:] == batch() * 2).all()

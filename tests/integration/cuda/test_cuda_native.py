@@ -177,7 +177,7 @@ def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> Non
 
 
 def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) -> None:
-    wrong: list[int] = []
+    mismatches: list[int] = []
 
     def ask(number: int) -> None:
         with client.allocate(forms(), device="cuda:0") as region:
@@ -185,14 +185,14 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
             for _ in range(5):
                 client.infer("twice", region)
                 if not (region["y"].numpy() == 2 * number).all():
-                    wrong.append(number)
+                    mismatches.append(number)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not mismatches
 
     async def talk() -> None:
         async with aio.connect(server.run_dir) as other:

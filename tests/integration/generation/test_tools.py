@@ -154,9 +154,9 @@ def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**asked("opened"))
-    assert whole.choices[0].message.to_dict()["reasoning_content"] == "hm"
-    assert whole.choices[0].message.content == "yes"
+    unary = client.chat.completions.create(**asked("opened"))
+    assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
+    assert unary.choices[0].message.content == "yes"
     assert streamed(client, asked("opened")) == ["yes", "hm", "", "stop"]
     hidden = client.chat.completions.create(
         **asked("opened"), extra_body={"include_reasoning": False}

@@ -67,13 +67,13 @@ def test_the_configuration_is_the_one_of_http(
     client: triton.InferenceServerClient, server: Server
 ) -> None:
     with server.http() as http:
-        shown = http.get("/v2/models/simple/config").ok().json()
+        reply = http.get("/v2/models/simple/config").ok().json()
     config = client.get_model_config("simple", as_json=True)["config"]
-    assert config["name"] == shown["name"] == "simple"
-    assert config["max_batch_size"] == shown["max_batch_size"]
+    assert config["name"] == reply["name"] == "simple"
+    assert config["max_batch_size"] == reply["max_batch_size"]
     assert config["input"] == [
         {"name": t["name"], "data_type": t["data_type"], "dims": list(map(str, t["dims"]))}
-        for t in shown["input"]
+        for t in reply["input"]
     ]
 
 
@@ -89,8 +89,8 @@ def test_an_inference(client: triton.InferenceServerClient) -> None:
 
 
 def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -> None:
-    wanted = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
-    for outputs in (wanted, wanted[:1], wanted[::-1]):
+    requested_outputs = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
+    for outputs in (requested_outputs, requested_outputs[:1], requested_outputs[::-1]):
         result = client.infer("simple", simple_inputs(), outputs=outputs)
         assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
         assert (result.as_numpy("OUTPUT1") == A - B).all()
@@ -99,8 +99,8 @@ def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -
 def test_asyncio(server: Server) -> None:
     async def ask() -> list[triton.InferResult]:
         async with triton_aio.InferenceServerClient(server.grpc_url) as client:
-            asked = [client.infer("simple", simple_inputs()) for _ in range(20)]
-            return await asyncio.gather(*asked)
+            pending_calls = [client.infer("simple", simple_inputs()) for _ in range(20)]
+            return await asyncio.gather(*pending_calls)
 
     assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(ask()))
 

@@ -80,9 +80,9 @@ def row(values: np.ndarray = VALUES) -> list[Any]:
 def from_region(name: str) -> tuple[list[Any], list[Any]]:
     tensor = triton.InferInput("INPUT0", [VALUES.size], "FP32")
     tensor.set_shared_memory(name, SIZE)
-    wanted = triton.InferRequestedOutput("OUTPUT0")
-    wanted.set_shared_memory(name, SIZE, SIZE)
-    return [tensor], [wanted]
+    requested_outputs = triton.InferRequestedOutput("OUTPUT0")
+    requested_outputs.set_shared_memory(name, SIZE, SIZE)
+    return [tensor], [requested_outputs]
 
 
 def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = None) -> None:

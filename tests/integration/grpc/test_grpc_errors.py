@@ -376,11 +376,13 @@ def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
     """They refuse some statuses of more than 8 KB, and all of more than 16."""
     request = simple_request()
     request.outputs.add(name=name)
-    whole = f"unexpected inference output '{name}' for model 'simple'"
+    message = f"unexpected inference output '{name}' for model 'simple'"
     for _ in range(8):
         status, text = refusal(call.ModelInfer, request)
         assert status == BAD
-        assert text == whole if len(name) == 6000 else whole.startswith(text.removesuffix("..."))
+        assert (
+            text == message if len(name) == 6000 else message.startswith(text.removesuffix("..."))
+        )
 
 
 def test_bytes_that_are_no_request(server: Server) -> None:

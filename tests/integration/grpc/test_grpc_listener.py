@@ -291,7 +291,8 @@ def test_a_port_that_is_taken(models: Path) -> None:
     assert run.returncode == 2
     assert re.fullmatch(
         rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
-        rf"\(by .*, pid {os.getpid()}\)\n",
+        rf"\(by .*, pid {os.getpid()}\); stop the program that listens there, or set another "
+        r"--grpc-port\n",
         run.stderr,
     )
 
@@ -323,7 +324,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         health = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
         assert next(health) == b"\x08\x01"
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         wait = threading.Event()
 
         def requests() -> Iterator[Any]:
@@ -360,7 +361,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         wait.set()
         assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
@@ -409,7 +410,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
     ):
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
         idle.sendall(OPENED)
         idle.recv(65536)
@@ -418,7 +419,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
             pass
         until("nobody is let in", lambda: refuses(server.grpc_port))
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 

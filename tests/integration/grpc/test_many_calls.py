@@ -56,8 +56,8 @@ def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
     ):
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(CALLS // TOGETHER):
-            asked = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
-            assert all(is_answer(call.result()) for call in asked)
+            pending_calls = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
+            assert all(is_answer(call.result()) for call in pending_calls)
         assert proxy.connections == 1
 
 
@@ -68,8 +68,8 @@ async def test_a_thousand_connections(plain: Way) -> None:
         (gateway,) = plain.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
         assert len(connections) >= CONNECTIONS
-        asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
-        assert all(map(is_answer, await asyncio.gather(*asked)))
+        pending_calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+        assert all(map(is_answer, await asyncio.gather(*pending_calls)))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 
@@ -206,7 +206,7 @@ def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 def test_reflection(plain: Way, version: str) -> None:
-    asked: list[dict[str, Any]] = [
+    pending_calls: list[dict[str, Any]] = [
         {"list_services": "", "host": "here"},
         {"file_containing_symbol": "inference.GRPCInferenceService"},
         {"file_containing_symbol": "inference.ModelInferRequest.InferInputTensor"},
@@ -219,9 +219,9 @@ def test_reflection(plain: Way, version: str) -> None:
         {"file_containing_extension": {"containing_type": "x", "extension_number": 1}},
         {},
     ]
-    answers = reflect(plain, version, *asked)
+    answers = reflect(plain, version, *pending_calls)
     assert [answer.original_request for answer in answers] == [
-        reflection_pb2.ServerReflectionRequest(**question) for question in asked
+        reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
     listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
     assert listed.valid_host == "here"

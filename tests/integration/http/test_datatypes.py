@@ -92,8 +92,8 @@ def test_half_precision_is_binary_only(http: Http, kind: str) -> None:
         for other in DATATYPES
         if other != kind
     ]
-    given = {"name": f"INPUT_{kind}", "datatype": kind, "shape": [1], "data": [1.0]}
-    reply = http.infer("types", {"inputs": [*inputs, given]})
+    tensor = {"name": f"INPUT_{kind}", "datatype": kind, "shape": [1], "data": [1.0]}
+    reply = http.infer("types", {"inputs": [*inputs, tensor]})
     assert reply.status == 400
     assert reply.error.endswith(
         f"receiving {kind} data via JSON is not supported. Please use the binary data format for "

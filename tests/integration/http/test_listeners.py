@@ -109,8 +109,12 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
 
 def test_restricted_apis_are_tritons(http: Http) -> None:
     expected = "This API is restricted, expecting header 'admin-key'"
-    wrong = [bearer(TOKEN), bearer(TOKEN, **{"admin-key": "let"}), bearer(TOKEN, other="let-me")]
-    for headers in wrong:
+    wrong_headers = [
+        bearer(TOKEN),
+        bearer(TOKEN, **{"admin-key": "let"}),
+        bearer(TOKEN, other="let-me"),
+    ]
+    for headers in wrong_headers:
         for reply in (
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/repository/index", headers),

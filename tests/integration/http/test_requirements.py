@@ -73,9 +73,9 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
         if connection.laddr
     }
     assert str(folder / "socket") in names
-    others = names - {str(folder / "socket")}
-    assert others
-    assert all(name.startswith(f"{server.run_dir}/") for name in others), others
+    other_names = names - {str(folder / "socket")}
+    assert other_names
+    assert all(name.startswith(f"{server.run_dir}/") for name in other_names), other_names
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 

@@ -98,8 +98,8 @@ def test_whole_batches(server: Server) -> None:
 
 
 def test_texts(http: Http) -> None:
-    given = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
-    assert http.infer("sizes", {"inputs": [given]}).tensors()["output"].tolist() == [[0, 1, 4]]
+    tensor = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
+    assert http.infer("sizes", {"inputs": [tensor]}).tensors()["output"].tolist() == [[0, 1, 4]]
 
 
 def test_the_example(http: Http) -> None:

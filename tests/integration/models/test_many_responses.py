@@ -201,9 +201,9 @@ def test_classification(server: Server, client_module: Any) -> None:
         infer_requested_output = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
             result = client.infer("scores", [tensor], outputs=[infer_requested_output])
-            shown = result.as_numpy("OUTPUT0")
-            assert shown.shape == (2, 2)
-            assert shown.ravel().tolist() == BEST
+            output = result.as_numpy("OUTPUT0")
+            assert output.shape == (2, 2)
+            assert output.ravel().tolist() == BEST
         plain = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )

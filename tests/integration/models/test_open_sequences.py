@@ -40,10 +40,10 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
 
 def ask(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
     """Send the value 1 over a new connection."""
-    given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+    parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
     tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
     with server.http() as http:
-        return http.infer("sums", {"inputs": [tensor], "parameters": given})
+        return http.infer("sums", {"inputs": [tensor], "parameters": parameters})
 
 
 def total(reply: Reply) -> int:

@@ -43,10 +43,10 @@ def asking(pool: RequestPool, model: str) -> Ask:
     """Return a function that sends a request of a sequence with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
-        given: dict[str, Any] = {"sequence_id": sequence}
-        given |= {"sequence_start": start, "sequence_end": end}
+        parameters: dict[str, Any] = {"sequence_id": sequence}
+        parameters |= {"sequence_start": start, "sequence_end": end}
         tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        return pool.infer(model, {"inputs": [tensor], "parameters": given})
+        return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
 
     return ask
 

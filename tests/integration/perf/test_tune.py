@@ -86,9 +86,9 @@ def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
         assert process.stderr.readline().startswith("1. ")
         assert process.stderr.readline().startswith("2. ")  # the first run is recorded
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "# interrupted after" in shown and "max_batch_size: 8" in shown
+    assert "# interrupted after" in output and "max_batch_size: 8" in output
     assert in_force(asked) == before
 
 

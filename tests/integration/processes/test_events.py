@@ -199,9 +199,9 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
             pass
         with server.http() as http:
             assert http.load("none").status >= 400
-        while (shown := json.loads(line()))["event"] != "LoadRefused":
+        while (event := json.loads(line()))["event"] != "LoadRefused":
             pass
-        assert shown["name"] == "none" and "no such model" in shown["reason"]
+        assert event["name"] == "none" and "no such model" in event["reason"]
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
 

@@ -85,8 +85,8 @@ class Reader:
         self.printed = done.stdout
 
     def compare(self, block: Block) -> None:
-        wanted = ".*?".join(map(re.escape, block.text.rstrip().split("...")))
-        assert re.search(wanted + r"\s*\Z", self.printed, re.DOTALL), self.printed
+        pattern = ".*?".join(map(re.escape, block.text.rstrip().split("...")))
+        assert re.search(pattern + r"\s*\Z", self.printed, re.DOTALL), self.printed
 
     def stop(self) -> None:
         server, self.server = self.server, None

@@ -72,8 +72,8 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     assert first == {"0.001": 0, "60000": 2, "+Inf": 2}
     assert repeating.metric(f"{FIRST}_count", model="repeat") == 2
     lines = [line for line in repeating.metrics().splitlines() if line.startswith(FIRST)]
-    whole = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
-    assert sum(re.fullmatch(whole, line) is not None for line in lines) == 1
+    full_text = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
+    assert sum(re.fullmatch(full_text, line) is not None for line in lines) == 1
     assert f'{FIRST}_bucket{{model="repeat",version="1",le="60000"}} 2' in lines
     standard = {
         labels["le"]

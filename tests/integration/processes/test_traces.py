@@ -219,14 +219,14 @@ def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
 
 
 def test_errors_say_whose_trace_it_is(server: Server) -> None:
-    given = {"traceparent": TRACEPARENT}
-    wrong = {"inputs": [json_input("NOPE", ROW)]}
+    headers = {"traceparent": TRACEPARENT}
+    wrong_body = {"inputs": [json_input("NOPE", ROW)]}
     with server.http() as http:
-        for model, body in (("boom", X), ("one", wrong), ("nope", X)):
-            refused = http.infer(model, body, given)
+        for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
+            refused = http.infer(model, body, headers)
             assert refused.status >= 400
             assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
-            assert "traceparent" not in http.infer(model, wrong, {"traceparent": "x"}).headers
+            assert "traceparent" not in http.infer(model, wrong_body, {"traceparent": "x"}).headers
         untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
@@ -237,7 +237,7 @@ def test_errors_say_whose_trace_it_is(server: Server) -> None:
             )
             model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
             with pytest.raises(grpc.RpcError) as failed:
-                call.ModelInfer(model_infer_request, metadata=list(given.items()), timeout=20)
+                call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
             metadata = dict(failed.value.trailing_metadata())
             assert metadata["traceparent"].startswith(f"00-{TRACE}-")
     with shmserve.client.connect(server.run_dir) as native:

@@ -33,8 +33,8 @@ def add(repository: Path, name: str, group: str) -> None:
 
 def ask(server: Server, model: str, value: int) -> int:
     with server.http() as http:
-        given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-        return http.infer(model, {"inputs": given}).status
+        tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+        return http.infer(model, {"inputs": tensors}).status
 
 
 def wait_workers(server: Server, count: int) -> None:
@@ -86,14 +86,14 @@ def test_models_that_need_the_same_take_turns(
     assert second.batch == [9]
     second.release()
     assert free.result() == 200
-    seen = first.batch
+    first_batch = first.batch
     for _ in range(3):
         assert server.metric("shmserve_executing_requests") == 1
         first.release()
         first = gate.next()
-        seen += first.batch
+        first_batch += first.batch
     first.release()
-    assert sorted(seen) == [0, 1, 2, 3]
+    assert sorted(first_batch) == [0, 1, 2, 3]
     assert [future.result() for future in waiting] == [200] * 4
 
 

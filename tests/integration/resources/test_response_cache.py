@@ -38,9 +38,9 @@ def server(models: Path, start: Start) -> Server:
 def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
     client = triton.InferenceServerClient(server.url)
     name = "IN" if model == "pipeline" else "X"
-    given = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
+    tensor = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
     try:
-        return client.infer(model, [given], **options)
+        return client.infer(model, [tensor], **options)
     finally:
         client.close()
 
@@ -160,8 +160,8 @@ def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Serv
     assert server.metric("nv_cache_hit_summary_per_model_count", model="other") == 2
     assert server.metric("nv_cache_miss_summary_per_model_count", model="other") == 1
     assert server.metric("nv_inference_queue_summary_us_count", model="other") == 3
-    whole = server.samples("nv_inference_request_summary_us_count")
-    assert [labels["model"] for labels, _ in whole] == ["plain"]
+    samples = server.samples("nv_inference_request_summary_us_count")
+    assert [labels["model"] for labels, _ in samples] == ["plain"]
     assert server.metric("shmserve_cache_entries", model="other") == 1
     models = {labels["model"] for labels, _ in server.samples("nv_cache_num_hits_per_model")}
     assert "plain" not in models and len(models) == 6

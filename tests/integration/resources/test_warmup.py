@@ -208,9 +208,9 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
     seen(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        (others,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
+        (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
     assert stats["execution_count"] - before == 1
-    assert others["execution_count"] <= 1
+    assert statistics["execution_count"] <= 1
 
 
 @pytest.mark.parametrize(

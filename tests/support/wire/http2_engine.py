@@ -177,11 +177,11 @@ class Case:
 
     def check(self, limits: Limits | None = None) -> None:
         """Let the engine process the bytes, at once and byte by byte."""
-        whole, cut = Engine(limits), Engine(limits)
-        whole.take(self.before + self.sent)
+        uncut, cut = Engine(limits), Engine(limits)
+        uncut.take(self.before + self.sent)
         for byte in self.before + self.sent:
             cut.take(bytes((byte,)))
-        for engine in (whole, cut):
+        for engine in (uncut, cut):
             self._check(engine)
 
     def _check(self, engine: Engine) -> None:

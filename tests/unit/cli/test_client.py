@@ -165,10 +165,10 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers["Inference-Header-Content-Length"])
         request = json.loads(body[:length])
         self.server.asked.append((self.path, request))  # type: ignore[attr-defined]
-        (given,) = request["inputs"]
-        size = given["parameters"]["binary_data_size"]
+        (tensor,) = request["inputs"]
+        size = tensor["parameters"]["binary_data_size"]
         assert len(body) == length + size
-        output = {**given, "name": "Y"}
+        output = {**tensor, "name": "Y"}
         answer = {"model_name": "m", "model_version": "1", "outputs": [output]}
         self.reply(200, answer, body[length:])
 
@@ -223,13 +223,16 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model-version=3", "--request-id=a b", "--timeout-us=500", "--output=Y"]
+    options += ["--parameter=explain=true", "--parameter=top=0.5", "--parameter=k=-3"]
+    options += ["--parameter=mode=a=b", '--parameter=quoted="1"', "--parameter=empty="]
     assert run("m", url(server), "--input=X=[[]]", *options) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output == {"name": "Y", "datatype": "INT32", "shape": [1, 0], "data": [[]]}
     ((path, request),) = server.asked  # type: ignore[attr-defined]
     assert path == "/v2/models/m/versions/3/infer"
     assert request["id"] == "a b"
-    assert request["parameters"] == {"deadline_us": 500}
+    parameters = {"explain": True, "top": 0.5, "k": -3, "mode": "a=b", "quoted": "1", "empty": ""}
+    assert request["parameters"] == {"deadline_us": 500, **parameters}
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 
@@ -244,6 +247,11 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=hello"], 2, """quote a string: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
+        (["m", "--input=X=1", "--parameter=a"], 2, "--parameter: expected NAME=VALUE, got 'a'"),
+        (["m", "--input=X=1", "--parameter=a=[1]"], 2, "'a' must be true, false, a number or a"),
+        (["m", "--input=X=1", "--parameter=a=null"], 2, "or a string, got null"),
+        (["m", "--input=X=1", f"--parameter=a={2**63}"], 2, "'a' must be a 64-bit integer"),
+        (["m", "--input=X=1", "--parameter=a=NaN"], 2, "'a' must be a finite number, got NaN"),
         (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
@@ -284,10 +292,10 @@ def test_each_problem_is_one_line(
 ) -> None:
     known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
     completed = run(arguments[0], *known, *arguments[1:])
-    shown = capsys.readouterr()
-    assert (completed, shown.out) == (status, "")
-    assert text in shown.err
-    assert shown.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert (completed, captured.out) == (status, "")
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])

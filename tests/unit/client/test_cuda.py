@@ -244,9 +244,9 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
     interface = region["a"].__cuda_array_interface__
     assert (interface["shape"], interface["typestr"]) == ((2, 3), "<f4")
     assert ctypes.c_float.from_address(interface["data"][0] + 4).value == 1
-    for wrong in ([1, 2, 3, 4], "word"):
+    for wrong_value in ([1, 2, 3, 4], "word"):
         with pytest.raises(InvalidArgument, match="the data cannot be converted to"):
-            region["a"].fill(wrong)
+            region["a"].fill(wrong_value)
     with pytest.raises(BufferError):
         region["a"].__dlpack__(copy=True)
     unused = region["a"].__dlpack__()
@@ -354,9 +354,9 @@ def test_pinned_host_memory(
     host.drop()
     assert not cuda.pinned
     client.allocate(TENSORS, pin=True)
-    for wrong in ({"pin": True}, {"huge_pages": True}):
+    for wrong_value in ({"pin": True}, {"huge_pages": True}):
         with pytest.raises(InvalidArgument, match="only host memory"):
-            client.allocate(TENSORS, device="cuda:0", **wrong)
+            client.allocate(TENSORS, device="cuda:0", **wrong_value)
 
 
 # --- what is refused

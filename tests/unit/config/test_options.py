@@ -338,9 +338,9 @@ def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
 
 def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(flags.FLAGS) - {"model-store"}
-    assert max(map(len, shown.splitlines())) <= 100
+    captured = capsys.readouterr().out
+    assert set(re.findall(r"--([a-z0-9-]+)", captured)) >= set(flags.FLAGS) - {"model-store"}
+    assert max(map(len, captured.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("verb", [[], ["serve"], ["check"], ["client"], ["client", "infer"]])
@@ -350,9 +350,9 @@ def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]
     except SystemExit as end:  # argparse's way
         status = end.code
     assert status == 0
-    shown = capsys.readouterr().out
-    assert "usage" in shown.lower()
-    assert max(map(len, shown.splitlines())) <= 120
+    captured = capsys.readouterr().out
+    assert "usage" in captured.lower()
+    assert max(map(len, captured.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])

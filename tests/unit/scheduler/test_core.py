@@ -689,8 +689,8 @@ def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
 def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
     rig, peer = ready_rig()
     number, batch = rig.begin()
-    for wrong in (batch.batch + 1, -5, 0):
-        rig.worker(peer, m.BatchFinished(wrong, 0, 0, 0, 0, []))
+    for wrong_value in (batch.batch + 1, -5, 0):
+        rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
     assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)

@@ -210,10 +210,10 @@ def test_changes_of_models() -> None:
 
 async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
-    asked: list[str] = []
+    pending_calls: list[str] = []
     holder: list[EventFeed] = []
     async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
-        holder.append(feed(publisher, states, asked))
+        holder.append(feed(publisher, states, pending_calls))
         holder[0].models_changed()  # nobody hears of it
         with EventReader(run_dir) as reader:
             snapshot = await asyncio.to_thread(reader.snapshot)
@@ -222,12 +222,12 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
                 m.ModelChanged("a", "1", "LOADING", ""),
                 STARTED,
             ]
-            assert asked == ["counters"]
+            assert pending_calls == ["counters"]
             states["a", "1"] = ("READY", "")
             holder[0].models_changed()
             received = await asyncio.to_thread(next, reader.follow())
             assert received.event == m.ModelChanged("a", "1", "READY", "")
-            await until_async(lambda: len(asked) > 1)  # a second later
+            await until_async(lambda: len(pending_calls) > 1)  # a second later
         await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
         await until_async(lambda: holder[0]._timer is None)
 

@@ -125,7 +125,7 @@ def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
-    with pytest.raises(InvalidArgument, match="in use by another server"):
+    with pytest.raises(InvalidArgument, match=r"by another server; .* another --run-dir"):
         RunDirectory(tmp_path / "run", patience_s=0.0)
     os.close(first.lock_fd)
 

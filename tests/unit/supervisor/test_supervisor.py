@@ -93,9 +93,9 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
         broadcasts = hears.context.broadcast.mock_calls
         assert broadcasts == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
         broadcasts.clear()
-        heard = asyncio.Event()
-        hears.context.broadcast.side_effect = lambda *_: heard.set()
-        await heard.wait()
+        outcomes = asyncio.Event()
+        hears.context.broadcast.side_effect = lambda *_: outcomes.set()
+        await outcomes.wait()
         return list(broadcasts)
 
     assert asyncio.run(live()) == [

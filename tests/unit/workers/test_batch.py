@@ -305,11 +305,11 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 
     def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
-        wanted = [
+        expected = [
             RequestedOutput(name, None if at is None else Range(memory, 4 * at * size, 4 * size))
             for name, at in memory_ranges.items()
         ]
-        (reply,) = worker.batch(inference(*inputs, outputs=wanted))
+        (reply,) = worker.batch(inference(*inputs, outputs=expected))
         return {
             name: reply.array(name, worker).tolist()
             if at is None
@@ -413,8 +413,10 @@ def test_any_layout_is_written_row_major(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
-    wanted = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
-    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=wanted))
+    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
+    (reply,) = worker.batch(
+        inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
+    )
     assert reply.code == "", reply.message
     want = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
@@ -438,8 +440,8 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), most=4))
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
-    wanted = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
-    (reply,) = worker.batch(inference(tensor("X", data), outputs=wanted))
+    requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
+    (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
     sent = tensor("X", data).data
     assert isinstance(sent, bytes)

@@ -592,8 +592,8 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     memory = exported.memory()
     exported.write(0, ROW)
     name = config["output"][0]["name"]
-    wanted = (RequestedOutput(name, Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=wanted))
+    requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
+    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
 

@@ -31,13 +31,13 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 def received(*inputs: Input, **more: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), more.pop("parameters", {})))
-    wanted = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
+    expected = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
     origin = Request(
         Work(1, 42, schema, data, "id-1", **more),
         RequestSchema(schema),
         0,
         {item.name: item for item in inputs},
-        wanted,
+        expected,
     )
     return ReceivedRequest(origin, Lender("m", Mappings()))
 
@@ -196,9 +196,9 @@ def test_errors(code: str, status: int) -> None:
 def test_an_error_is_internal_unless_it_says_otherwise() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
     assert to_model(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
-    for wrong in ((3,), ("a", 3)):
+    for wrong_value in ((3,), ("a", 3)):
         with pytest.raises(TypeError):
-            pb_utils.TritonError(*wrong)
+            pb_utils.TritonError(*wrong_value)
 
 
 def test_responses() -> None:
@@ -220,9 +220,9 @@ def test_no_response_of_something_else() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    for wrong in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
+    for wrong_value in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
         with pytest.raises(TypeError):
-            pb_utils.InferenceResponse(**wrong)
+            pb_utils.InferenceResponse(**wrong_value)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +362,9 @@ def test_no_memory_or_release_like_that() -> None:
 
 
 def test_numbers_of_numpy_will_do() -> None:
-    given: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
+    fields: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
     request = pb_utils.InferenceRequest(
-        model_name="other", requested_output_names=[], inputs=[], **given
+        model_name="other", requested_output_names=[], inputs=[], **fields
     )
     assert (request.correlation_id(), request.timeout()) == (7, 5)
     assert type(request.correlation_id()) is type(request.timeout()) is int
@@ -376,9 +376,9 @@ def test_bytes_are_taken_for_text() -> None:
     Triton's BLS example passes a model name that it read from one.
     """
     name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
-    given: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
+    fields: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
     tensor = Tensor(b"\xc3\xbc", np.zeros(1))  # type: ignore[arg-type]
-    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **given)
+    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **fields)
     assert request.requested_output_names() == {"b", "\u00fc"}
     assert (request.request_id(), request.inputs()[0].name()) == ("q", "\u00fc")
     assert pb_utils.TritonError(b"no").message() == "no"  # type: ignore[arg-type]

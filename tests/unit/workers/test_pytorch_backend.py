@@ -676,13 +676,13 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    memory_range, wanted = (
+    memory_range, expected = (
         region.write(64, data),
         RequestedOutput("y", region.memory_range(256, 16)),
     )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[wanted]))
+        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[expected]))
         assert reply.code == "", reply.message
         program: Any = backend._serving.call
         addresses.append(program.at)

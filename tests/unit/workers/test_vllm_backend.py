@@ -183,9 +183,9 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
         output(sample("c", [4], finish_reason="length"), prompt_token_ids=None),
         output(sample("", [], index=1, finish_reason="stop", stop_reason="x"), finished=True),
     ]
-    wanted = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
-    wanted.append("stop_reason")
-    model.ask({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, wanted)
+    expected = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
+    expected.append("stop_reason")
+    model.ask({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
     one, other, two, three, end = model.responses(1)
     assert end == "end"
     assert (one["text_output"], other["text_output"]) == (["a"], ["b"])
@@ -208,8 +208,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
         output(sample("", [], finish_reason="stop"), finished=True),
     ]
     flags = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
-    asked = {f"return_{name}": True for name in (*flags, "logprobs")}
-    model.ask({"text_input": "hi", "stream": True, **asked})
+    request = {f"return_{name}": True for name in (*flags, "logprobs")}
+    model.ask({"text_input": "hi", "stream": True, **request})
     first, last, _ = model.responses(1)
     assert first["finish_reason"] == ["None"]
     assert last["finish_reason"] == ["stop"]
@@ -388,8 +388,8 @@ def test_a_wrong_file(tmp_path: Path, text: str | None, problem: str) -> None:
 def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     folder = tmp_path / "1"
     (folder / "weights").mkdir(parents=True)
-    given = {"model": "weights", "enforce_eager": "true", "disable_log_requests": "true"}
-    (folder / "model.json").write_text(json.dumps({**given, "enable_lora": True}))
+    body = {"model": "weights", "enforce_eager": "true", "disable_log_requests": "true"}
+    (folder / "model.json").write_text(json.dumps({**body, "enable_lora": True}))
     (folder / "multi_lora.json").write_text('{"alpaca": "/a"}')
     arguments = Arguments.read(folder, "m")
     engine = {"model": str(folder / "weights"), "enforce_eager": True, "enable_lora": True}

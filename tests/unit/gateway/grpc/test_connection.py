@@ -92,8 +92,8 @@ def test_a_large_message_is_received_in_place() -> None:
 
 def test_a_call_that_is_reset_at_once_never_begins() -> None:
     async def play(scene: Scene) -> None:
-        asked = frame(DATA, END_STREAM, 1, message(b"abc"))
-        scene.send(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
+        request_frames = frame(DATA, END_STREAM, 1, message(b"abc"))
+        scene.send(scene.head(1) + request_frames + frame(RESET, 0, 1, bytes(4)))
         assert not scene.begun
 
     played(play)
@@ -183,9 +183,9 @@ def test_a_flood_waits_for_its_next_turn() -> None:
 
 def test_many_calls_at_once_are_begun_in_turns() -> None:
     async def play(scene: Scene) -> None:
-        asked = frame(DATA, END_STREAM, 0, message(b"abc"))
+        request_frames = frame(DATA, END_STREAM, 0, message(b"abc"))
         calls = b"".join(
-            scene.head(number) + asked[:5] + number.to_bytes(4, "big") + asked[9:]
+            scene.head(number) + request_frames[:5] + number.to_bytes(4, "big") + request_frames[9:]
             for number in range(1, 401, 2)
         )
         scene.send(calls)
@@ -418,9 +418,9 @@ def test_reading_messages_enlarges_the_window() -> None:
         scene.send(scene.head(1, STREAM))
         sent = granted = updates = 0
         for _ in range(300):
-            asked = message(bytes(10_000))
-            scene.send(frame(DATA, 0, 1, asked))
-            sent += len(asked)
+            request_frames = message(bytes(10_000))
+            scene.send(frame(DATA, 0, 1, request_frames))
+            sent += len(request_frames)
             for _ in range(3):
                 await asyncio.sleep(0)
             window_updates = [
@@ -428,7 +428,7 @@ def test_reading_messages_enlarges_the_window() -> None:
             ]
             updates += len(window_updates)
             granted += sum(int.from_bytes(more, "big") for more in window_updates)
-            assert sent - window // 4 - len(asked) <= granted <= sent
+            assert sent - window // 4 - len(request_frames) <= granted <= sent
         assert 0 < updates <= 4 * sent // window
 
     played(play)

@@ -66,8 +66,8 @@ def test_other_methods_than_post_are_refused() -> None:
 def test_an_unknown_encoding_is_refused() -> None:
     for name in ENCODINGS:
         assert head((b"grpc-encoding", name.encode())).refusal is None
-    for wrong in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
-        parsed = head((b"grpc-encoding", wrong))
+    for wrong_value in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
+        parsed = head((b"grpc-encoding", wrong_value))
         assert parsed.status == 200
         assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNIMPLEMENTED
         assert len(parsed.refusal[1]) < 200  # the client's own words do not grow
@@ -141,8 +141,8 @@ def test_a_field_may_contain_several_binary_values() -> None:
 
 
 def test_malformed_base64_is_ignored() -> None:
-    for wrong in (b"!", b"a", b"YQ=", b"Y\xff", b"YQ==="):
-        assert list(head((b"k-bin", wrong), (b"a", b"b")).metadata)[-1] == ("a", "b")
+    for wrong_value in (b"!", b"a", b"YQ=", b"Y\xff", b"YQ==="):
+        assert list(head((b"k-bin", wrong_value), (b"a", b"b")).metadata)[-1] == ("a", "b")
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.binary(max_size=9)), max_size=5))

@@ -93,8 +93,8 @@ def test_similar_http_requests_are_not_confused(
         memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
         header["parameters"] = {**(memory_range if sequence else {}), "timeout": 5}
-        given = {"name": "IN", "datatype": "INT8", "shape": [1]}
-        header["inputs"] = [{**given, "parameters": {"binary_data_size": 1}}]
+        tensor = {"name": "IN", "datatype": "INT8", "shape": [1]}
+        header["inputs"] = [{**tensor, "parameters": {"binary_data_size": 1}}]
         text = json.dumps(header).encode()
         request: Any = SimpleNamespace(
             headers={HEADER_LENGTH: str(len(text))}, content=WholeBody(text + b"x")
@@ -171,15 +171,15 @@ def test_ids_and_values_are_cut_at_any_position(
     ones of each length."""
     split = Read(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
-    asked = 0
+    request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
             built_request = inferences._decode(_of(request_id, value), {}, streamed=False)
-            asked += 1
+            request_count += 1
             assert built_request.infer_request.id == request_id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == value
-    assert split.count < asked / 3
+    assert split.count < request_count / 3
     broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
         inferences._decode(broken, {}, streamed=False)

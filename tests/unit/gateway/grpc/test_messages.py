@@ -168,13 +168,13 @@ class Kept:
 
 
 def test_large_messages_are_received_by_a_sink() -> None:
-    asked: list[int] = []
+    pending_calls: list[int] = []
     sinks: list[Kept] = []
 
     def find(head: CallHead, size: int) -> Kept | None:
         assert head is HEAD
-        asked.append(size)
-        if len(asked) == 2:
+        pending_calls.append(size)
+        if len(pending_calls) == 2:
             return None
         sinks.append(Kept())
         return sinks[-1]
@@ -189,7 +189,7 @@ def test_large_messages_are_received_by_a_sink() -> None:
     pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
     parts: list[Any] = [it.data for it in assemble(pieces, find)]
     assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
-    assert asked == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
+    assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
     assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
     assert not any(sink.dropped for sink in sinks)
 

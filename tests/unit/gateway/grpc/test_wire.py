@@ -58,9 +58,9 @@ def test_the_service_is_that_of_triton() -> None:
 def request(**parameters: object) -> ours.ModelInferRequest:
     made = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
-        kind, _, wanted = str(value).partition(":")
-        parsed = {"bool": wanted == "True", "string": wanted}.get(kind)
-        setattr(made.parameters[key], f"{kind}_param", int(wanted) if parsed is None else parsed)
+        kind, _, expected = str(value).partition(":")
+        parsed = {"bool": expected == "True", "string": expected}.get(kind)
+        setattr(made.parameters[key], f"{kind}_param", int(expected) if parsed is None else parsed)
     return made
 
 

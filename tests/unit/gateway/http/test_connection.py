@@ -261,11 +261,11 @@ def test_every_request_receives_its_own_response(
     for mark in sorted(marks):
         pieces.append((stream[start:mark], marks[mark]))
         start = mark
-    wanted = [
+    expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in asked
     ]
-    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == wanted
+    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == expected
 
 
 _OFFERS = (
@@ -301,9 +301,9 @@ def test_upgrade_offers_lose_no_request(
 
     before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
     answers = replies(before + behind)
-    wanted = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
-    assert answers == wanted[: len(answers)]
-    assert closes or len(answers) == len(wanted)
+    expected = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
+    assert answers == expected[: len(answers)]
+    assert closes or len(answers) == len(expected)
 
 
 def test_only_an_identical_head_is_reused() -> None:

@@ -38,8 +38,8 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
     keys = set()
     for start in (False, True):
         for end in (False, True):
-            given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-            text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
+            parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+            text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
             key, found = cut_identity(text)
             assert found is not None and found.is_identity_of(
                 parse_request(loads(text), 1, "m", LIMIT)

@@ -518,7 +518,7 @@ def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
 def test_failures_leak_no_memory(gateway: Rig) -> None:
     """R13, R14: what was read, or inflated, of a body that is refused is given back."""
     cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
-    wrong: list[tuple[bytes, dict[str, str]]] = [
+    wrong_cases: list[tuple[bytes, dict[str, str]]] = [
         (cut, {"Content-Encoding": "gzip"}),
         (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
         (b"x" * 200_000, {"Content-Encoding": "gzip"}),
@@ -529,12 +529,12 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
 
     def fail(times: int) -> None:
         for _ in range(times):
-            for body, headers in wrong:
+            for body, headers in wrong_cases:
                 assert gateway.http.infer("simple", body, headers).status in (400, 500)
 
     fail(20)
     before = memory_of(gateway.process.pid)
-    fail(1000 // len(wrong))
+    fail(1000 // len(wrong_cases))
     assert memory_of(gateway.process.pid) - before < 10 * MIB
 
 

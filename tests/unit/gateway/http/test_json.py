@@ -51,8 +51,8 @@ LIMIT = 1 << 20
 
 
 def one_input(**members: Any) -> dict[str, Any]:
-    given = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
-    return {"inputs": [{key: value for key, value in given.items() if value is not None}]}
+    tensor = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
+    return {"inputs": [{key: value for key, value in tensor.items() if value is not None}]}
 
 
 # --- parsing ---------------------------------------------------------------------------------
@@ -338,9 +338,9 @@ def test_classification() -> None:
 
     assert classes(2) == {"Y": 2}
     assert classes(0) == classes(2**32) == {}
-    for wrong in (-1, "2", 2.5, True, None, [1], 2**64):
+    for wrong_value in (-1, "2", 2.5, True, None, [1], 2**64):
         with pytest.raises(JsonFault) as caught:
-            classes(wrong)
+            classes(wrong_value)
         assert caught.value.message == (
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"

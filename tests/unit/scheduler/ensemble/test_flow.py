@@ -39,8 +39,8 @@ def graphs(draw: st.DrawFn) -> Graph:
         outputs = {f"o{n}": tensor for n, tensor in enumerate(tensor_names)}
         steps.append(StepNode(index, "m", "", inputs, outputs, condition))
         tensors += tensor_names
-    wanted = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
-    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
+    expected = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
+    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(expected))
 
 
 def models(

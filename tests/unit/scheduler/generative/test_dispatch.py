@@ -223,9 +223,9 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     if not before:
         (prepare,) = resumed
         for had in prepare.resumed:
-            wanted, _ = alone(PROMPT, had.sample, llm.most)
+            expected, _ = alone(PROMPT, had.sample, llm.most)
             got = list(array("i", had.tokens))
-            assert got == wanted[: len(got)]
+            assert got == expected[: len(got)]
             # Each token is reported in the step that generates it.
             assert had.sent_characters == len(got)
     while successor.turn():

@@ -72,13 +72,13 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         "TYPE_UINT64": ("x", "BYTES", "UINT64"),
         "TYPE_STRING": (5, "UINT64", "BYTES"),
     }
-    for data_type, (sequence, given, wanted) in texts.items():
+    for data_type, (sequence, given, expected) in texts.items():
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
         rig.request(sequence, START)
         assert error(rig) == (
             f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{given}', but "
-            f"model 'm' expects '{wanted}'"
+            f"model 'm' expects '{expected}'"
         )
 
 
@@ -117,10 +117,10 @@ def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
     rig.request(3)
     rig.done()
     rig.request(1, END)
-    seen = 0
+    answer_count = 0
     while rig.runs():
         rig.done()
-        seen += 1
+        answer_count += 1
     served = rig.outcomes()
     assert len(served) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
     rig.request(2, END)

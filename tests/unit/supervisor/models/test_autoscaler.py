@@ -208,7 +208,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
 
 def load(at_s: float, **more: Any) -> LoadSample:
     """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "executed": 100,
         "succeeded": 100,
         "waited_s": 0.0,
@@ -219,7 +219,7 @@ def load(at_s: float, **more: Any) -> LoadSample:
         "busy": 0,
         **more,
     }
-    return LoadSample(at_s=at_s, **given)
+    return LoadSample(at_s=at_s, **fields)
 
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:

@@ -74,9 +74,9 @@ def test_one_with_bounds_has_the_fewest_at_least() -> None:
 
 def test_one_with_bounds_has_as_many_as_run() -> None:
     """Whatever was written; up to the most, and those without bounds as many as are written."""
-    for written, running, wanted in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
+    for written, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
         config = bounded(written, max_instances="4")
-        assert len(expand_instances(config, running)) == wanted
+        assert len(expand_instances(config, running)) == expected
     assert len(expand_instances(bounded(1), 3)) == 1
 
 
@@ -131,15 +131,15 @@ OVER += "fetch, line 12 of 1/model.py"
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    asked: list[str] = []
+    pending_calls: list[str] = []
 
     async def stacks_of(instance: Instance) -> str:
         assert instance.alive and instance.stacks_fd == STACKS_FD
-        asked.append(instance.name)
+        pending_calls.append(instance.name)
         return STACKS
 
     monkeypatch.setattr(instances, "stacks_of", stacks_of)
-    return asked
+    return pending_calls
 
 
 def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:

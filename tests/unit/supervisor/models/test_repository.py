@@ -298,9 +298,9 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
     assert set(chosen) <= set(have)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
-        wanted = set(config.version_policy.specific.versions)
-        assert chosen == [v for v in have if v in wanted]
-        assert missing_versions(config, available) == sorted(wanted - set(have))
+        expected = set(config.version_policy.specific.versions)
+        assert chosen == [v for v in have if v in expected]
+        assert missing_versions(config, available) == sorted(expected - set(have))
     elif choice == "all" or policy == "{}":
         assert chosen == have
     else:
@@ -314,11 +314,11 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
 def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
     make(tmp_path, "m", "1")
     file = tmp_path / "m" / "1" / "model.py"
-    seen = [fingerprint(scan([tmp_path])["m"])]
+    seen_file = [fingerprint(scan([tmp_path])["m"])]
 
     def changed() -> bool:
-        seen.append(fingerprint(scan([tmp_path])["m"]))
-        return seen[-1] != seen[-2]
+        seen_file.append(fingerprint(scan([tmp_path])["m"]))
+        return seen_file[-1] != seen_file[-2]
 
     assert not changed()
     file.write_text("x = 22\n")

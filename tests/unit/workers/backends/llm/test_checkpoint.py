@@ -134,11 +134,11 @@ def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], mess
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, more: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    given = {
+    fields = {
         name: setting for name, setting in config(family, **more).items() if setting is not ...
     }
     problems: list[str] = []
-    architecture = Architecture.of(given, problems)
+    architecture = Architecture.of(fields, problems)
     assert architecture is not None, problems
     assert {name: getattr(architecture, name) for name in expected} == expected
 

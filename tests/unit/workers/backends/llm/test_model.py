@@ -92,8 +92,8 @@ class Lone:
         forward_pass = Pass(self.cache.block_size)
         for tokens, start, table in rows:
             forward_pass.add(tokens, start, table, len(tokens) > 1 and not drafted)
-        wanted = list(range(len(forward_pass.tokens)))
-        return self.model.forward(forward_pass, self.cache, self.attention, wanted)
+        expected = list(range(len(forward_pass.tokens)))
+        return self.model.forward(forward_pass, self.cache, self.attention, expected)
 
 
 @pytest.mark.parametrize(("family", "more"), VARIANTS)
@@ -196,10 +196,10 @@ def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
     rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
-    for wanted in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
+    for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
         given = rows.only(list(range(124)))
-        logits = lone.model.forward(given, lone.cache, lone.attention, wanted)
-        assert torch.equal(logits, every[wanted])
+        logits = lone.model.forward(given, lone.cache, lone.attention, expected)
+        assert torch.equal(logits, every[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:

@@ -133,9 +133,9 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 def test_logprobs_are_those_of_the_model() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     first, second = sampler.logprobs(logits, [4, 5], 3)
-    wanted = logits.log_softmax(-1)
-    assert first.logprob == pytest.approx(wanted[0, 4].item())
-    best = wanted[1].topk(3)
+    expected = logits.log_softmax(-1)
+    assert first.logprob == pytest.approx(expected[0, 4].item())
+    best = expected[1].topk(3)
     assert second.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4

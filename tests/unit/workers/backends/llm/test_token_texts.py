@@ -85,13 +85,13 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     tokens = tokens_of(tokenizer, text)
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
-    wanted = [len(token_id.decode(errors="ignore")) for token_id in starts]
-    assert texts.offsets(tokens, text, True) == wanted
+    expected = [len(token_id.decode(errors="ignore")) for token_id in starts]
+    assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
         pieces.append(detokenizer.position)
         detokenizer.add(token_id)
-    assert pieces == wanted
+    assert pieces == expected
 
 
 def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
