@@ -42,17 +42,17 @@ def test_nothing_is_made_where_nobody_asks() -> None:
     made, told = traces()
     assert not made.active
     asked = submit(1, CALLER.message)
-    assert made.begin(PEER, asked) is asked
-    made.ended(PEER, Finished(1, b"", []))
-    assert not told and not made.open
+    assert made.start_trace(PEER, asked) is asked
+    made.end_trace(PEER, Finished(1, b"", []))
+    assert not told and not made.measured
 
 
 def test_one_of_so_many_is_told() -> None:
     made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
     assert made.active
     for number in range(1, 5):
-        assert bool(made.begin(PEER, submit(number)).trace) is (number % 2 == 0)
-        made.ended(PEER, Finished(number, b"", [], spans=b"spans"))
+        assert bool(made.start_trace(PEER, submit(number)).trace) is (number % 2 == 0)
+        made.end_trace(PEER, Finished(number, b"", [], spans=b"spans"))
     assert [(each.sampled, each.spans, each.error) for each in told] == [(True, b"spans", "")] * 2
     assert isinstance(told[0], RequestTraced) and told[0].request_id == "id"
 
@@ -60,11 +60,13 @@ def test_one_of_so_many_is_told() -> None:
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
     made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
-    made.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
-    made.ended(PEER, Finished(1, b"", []))
+    made.start_trace(PEER, submit(1, CALLER._replace(sampled=sampled).message))
+    made.end_trace(PEER, Finished(1, b"", []))
     assert [TraceContext.of(each.trace).trace_id for each in told] == ["1" * 32] * sampled
-    made.begin(PEER, submit(2, TraceContext.new().message))  # requests an explanation, but no trace
-    made.ended(PEER, Finished(2, b"", []))
+    made.start_trace(
+        PEER, submit(2, TraceContext.new().message)
+    )  # requests an explanation, but no trace
+    made.end_trace(PEER, Finished(2, b"", []))
     assert len(told) == 1 + sampled
 
 
@@ -72,19 +74,19 @@ def test_slow_ones_are_told_at_their_last_response() -> None:
     made, told = traces(slow_ms=100)
     quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
     for each in (quick, slow, failing, gone):
-        assert made.begin(PEER, each).trace
-    made.ended(PEER, Finished(1, b"", []))
-    made.ended(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
+        assert made.start_trace(PEER, each).trace
+    made.end_trace(PEER, Finished(1, b"", []))
+    made.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not told
-    made.ended(PEER, Responded(2, "", "", b"", [], final=True))
-    made.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
-    made.ended(PEER, Settled(3))
+    made.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
+    made.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
+    made.end_trace(PEER, Settled(3))
     assert [(each.sampled, each.error) for each in told] == [(False, ""), (False, "boom")]
     made.process_exited(901)
-    assert made.open
-    made.begin(PEER, submit(5, age_ms=150))
+    assert made.measured
+    made.start_trace(PEER, submit(5, age_ms=150))
     made.process_exited(900)
-    assert not made.open
+    assert not made.measured
     assert [each.error for each in told[2:]] == [
         "the client has disconnected"
     ]  # the other request was faster than the limit of slow requests

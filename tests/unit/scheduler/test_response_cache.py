@@ -27,7 +27,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inferred,
 )
-from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_head, cache_key
+from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_key, schema_key
 from tests.rigs.scheduler_rig import Rig, ok, ready_rig
 from tests.support.messages import inferred_of
 
@@ -334,7 +334,7 @@ def key(
     sequence: tuple[int, str, int] = NO_SEQUENCE,
 ) -> bytes:
     schema, _ = pack_inference(request)
-    head = cache_head(model, version, RequestSchema(schema))
+    head = schema_key(model, version, RequestSchema(schema))
     datas = [request.inputs[index].data for index in head.order]
     read = [b"12345678" if isinstance(data, Range) else data for data in datas]
     return cache_key(head.prefix, sequence, read)
@@ -424,5 +424,5 @@ def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int
             cache.resize(bound)
         while sum(kept.values()) > bound:
             del kept[next(iter(kept))]
-        assert (cache.used, len(cache)) == (sum(kept.values()), len(kept))
-        assert cache.used <= bound
+        assert (cache.used_bytes, len(cache)) == (sum(kept.values()), len(kept))
+        assert cache.used_bytes <= bound

@@ -156,7 +156,7 @@ def test_timing_never_exceeds_what_can_be_true(said: list[int], ran: int) -> Non
     started, now = 1000, 1000 + ran
     start, input_end, output_start, end = said
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
-    timing = Timing.of(message, started, now)
+    timing = Timing.clamped(message, started, now)
     assert started <= timing.compute_start_ns <= now
     assert min(timing[1:4]) >= 0
     assert timing.compute_start_ns + sum(timing[1:4]) <= now

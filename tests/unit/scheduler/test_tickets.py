@@ -85,12 +85,12 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
         for _ in range(8):
             rig.pass_time(2 * MS)
             rig.submit()
-        while rig.scheduler.live:
+        while rig.scheduler.live_requests:
             grant()
             for peer, batch in rig.executes():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
-    rig.core._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
+    rig.core._dispatch._batcher._waiting.waits = True  # type: ignore[attr-defined]
     asked(rig)
     began = rig.now
     last = rig.submit(2)[1]
