@@ -2,9 +2,9 @@
 
 The files that an HTTP request passes through, in order:
 
-    http/connection.py              bytes to requests, one after the other
-    http/routing.py                 match, authorise, handle; errors become responses (routes.py has
-    the route tables)
+    http/connection.py              parses bytes into requests, in the order of their arrival
+    http/routing.py                 finds the route, authorises, calls the handler; converts errors
+                                    to responses (the routes are in routes.py)
     http/infer.py                   inference, and the queue of responses in many parts
     http/body.py                    reads the body and decodes it to a request
     http/json/fingerprint.py        fills a template if the header is known, otherwise
@@ -26,14 +26,14 @@ A gRPC request:
 
     process.py, settings.py         the process of a gateway, and its settings
     context.py                      its state (model_table.py, region_table.py), and loading on
-    demand
+                                    demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     listener.py                     the access rules of a listener, the identity of its clients, and
-    the limits of its connections
+                                    the limits of its connections
     api/                            the other APIs, for any protocol; api/metrics.py has the
-    families of /metrics
+                                    families of /metrics
     request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
-    their export to OpenTelemetry
+                                    their export to OpenTelemetry
     http/dashboard.py               the page of the dashboard, and the feed of api/figures.py
-    http/handlers.py, grpc/admin.py HTTP's and gRPC's form of these APIs
+    http/handlers.py, grpc/admin.py the handlers of api/ for HTTP and for gRPC
 """

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 
 from shmserve.errors import InvalidArgument, Unsupported
 
-_STEP = 256 * 1024
-_AUTO = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
-_SMALLEST_MEMBER = 1024  # assumed minimum size of a gzip member, which limits their number
-_FEW = 16
-_NO_USE = "failed to decompress the request body: it is mostly overhead"
-WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+_PIECE_BYTES = 256 * 1024
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
+_MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
+_FREE_MEMBERS = 16  # members that a body of any size may have besides
+_MOSTLY_OVERHEAD = "failed to decompress the request body: it is mostly overhead"
+WBITS_BY_ENCODING = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class BodyTooLarge(InvalidArgument):
@@ -29,7 +29,7 @@ class UnsupportedEncoding(Unsupported):
 def check_encoding(name: str) -> bool:
     """Return whether a body with this Content-Encoding is compressed; raise UnsupportedEncoding."""
     lower = name.strip().lower()
-    if lower not in ("identity", *WBITS):
+    if lower not in ("identity", *WBITS_BY_ENCODING):
         raise UnsupportedEncoding("Unsupported compression type")
     return lower != "identity"
 
@@ -43,10 +43,10 @@ class Inflater:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._received = 0
-        self._members = 1
-        self._stream = zlib.decompressobj(_AUTO)
-        self._size = 0
+        self._input_bytes = 0
+        self._member_count = 1
+        self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
+        self._output_bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the decompressed `chunk`, in pieces of at most 256 KiB.
@@ -54,33 +54,37 @@ class Inflater:
         Raises:
             InvalidArgument: The data is not compressed, or exceeds `limit` bytes.
         """
-        more = bool(chunk)
-        self._received += len(chunk)
-        if self._received > self._limit + self._limit // 64 + _STEP:
-            raise InvalidArgument(_NO_USE)
-        while more:
-            if self._stream.eof:
-                self._members += 1
-                if self._members > self._received // _SMALLEST_MEMBER + _FEW:
-                    raise InvalidArgument(_NO_USE)
+        has_input = bool(chunk)
+        self._input_bytes += len(chunk)
+        if self._input_bytes > self._limit + self._limit // 64 + _PIECE_BYTES:
+            raise InvalidArgument(_MOSTLY_OVERHEAD)
+        while has_input:
+            if self._decompressor.eof:
+                self._member_count += 1
+                if self._member_count > self._input_bytes // _MIN_MEMBER_BYTES + _FREE_MEMBERS:
+                    raise InvalidArgument(_MOSTLY_OVERHEAD)
                 # The next member of the compressed data begins.
-                self._stream = zlib.decompressobj(_AUTO)
+                self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
             try:
-                piece = self._stream.decompress(chunk, _STEP)
+                piece = self._decompressor.decompress(chunk, _PIECE_BYTES)
             except zlib.error:
                 raise InvalidArgument("failed to decompress the request body") from None
-            self._size += len(piece)
-            if self._size > self._limit:
+            self._output_bytes += len(piece)
+            if self._output_bytes > self._limit:
                 raise BodyTooLarge(
                     f"Decompressed data size exceeds the maximum allowed value of {self._limit} "
                     "bytes. "
                     "Use --http-max-input-size to increase the limit."
                 )
             yield piece
-            ended = self._stream.eof
-            chunk = self._stream.unused_data if ended else self._stream.unconsumed_tail
+            member_ended = self._decompressor.eof
+            chunk = (
+                self._decompressor.unused_data
+                if member_ended
+                else self._decompressor.unconsumed_tail
+            )
             # After a full piece, the stream may have buffered output.
-            more = bool(chunk) or (not ended and len(piece) == _STEP)
+            has_input = bool(chunk) or (not member_ended and len(piece) == _PIECE_BYTES)
 
     def finish(self) -> None:
         """Check at the end of the body that the compressed data is complete.
@@ -88,27 +92,27 @@ class Inflater:
         Raises:
             InvalidArgument: The data is empty or incomplete.
         """
-        if not self._received:
+        if not self._input_bytes:
             raise InvalidArgument("nothing to be decompressed")
-        if not self._stream.eof:
+        if not self._decompressor.eof:
             raise InvalidArgument("failed to decompress the request body: it is truncated")
 
 
-def deflated(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:
+def compress_pieces(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:
     """Yield `pieces` compressed as "gzip" or "deflate"."""
-    stream = zlib.compressobj(wbits=WBITS[encoding])
+    compressor = zlib.compressobj(wbits=WBITS_BY_ENCODING[encoding])
     for piece in pieces:
-        for at in range(0, len(piece), _STEP):
-            yield stream.compress(piece[at : at + _STEP])
-    yield stream.flush()
+        for offset in range(0, len(piece), _PIECE_BYTES):
+            yield compressor.compress(piece[offset : offset + _PIECE_BYTES])
+    yield compressor.flush()
 
 
-def accepted_encoding(header: str) -> str:
+def preferred_encoding(header: str) -> str:
     """Return the encoding with the highest weight ("gzip", "deflate" or "identity").
 
     The first wins ties.
     """
-    best, best_weight = "identity", 0.0
+    best_encoding, best_weight = "identity", 0.0
     for item in header.split(","):
         name, _, parameter = item.partition(";")
         name = name.strip()
@@ -119,6 +123,6 @@ def accepted_encoding(header: str) -> str:
                 weight = float(value) if key.strip() == "q" else 0.0
             except ValueError:
                 weight = 0.0
-        if name in ("identity", *WBITS) and weight > best_weight:
-            best, best_weight = name, weight
-    return best
+        if name in ("identity", *WBITS_BY_ENCODING) and weight > best_weight:
+            best_encoding, best_weight = name, weight
+    return best_encoding

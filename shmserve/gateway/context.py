@@ -50,7 +50,7 @@ class Gateway:
     tracer: Tracer = field(default_factory=Tracer)
 
 
-def awaits_load(gateway: Gateway, name: str, version: str) -> bool:
+def needs_load(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model is not loaded and is loaded on demand."""
     models = gateway.models
     return name in models.on_demand and models.find(name, version) is None
@@ -72,13 +72,13 @@ async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: i
         ShmserveError: The load failed.
     """
     limits = [limit for limit in (*limits_us, gateway.settings.request_timeout_us) if limit > 0]
-    ends = time.monotonic() + min(limits, default=0) / 1e6
+    deadline = time.monotonic() + min(limits, default=0) / 1e6
     # The versions are known once the model is loaded. It may be unloaded in the meantime.
     attempts = 0
-    while awaits_load(gateway, name, version):
+    while needs_load(gateway, name, version):
         if attempts and gateway.models.versions(name):
             break
         attempts += 1
-        limit_s = max(1e-6, ends - time.monotonic()) if limits else 0.0
-        await gateway.supervisor.ask(WantModel, name, limit_s)
+        limit_s = max(1e-6, deadline - time.monotonic()) if limits else 0.0
+        await gateway.supervisor.send_request(WantModel, name, limit_s)
     return gateway.models.resolve(name, version)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # The longest delay of a `Release` while other requests are in flight. Sending it with the next
 # request saves a wake-up of the scheduler, and of the worker that owns the memory.
-_MOST_HELD_S = 0.001
+_MAX_RELEASE_DELAY_S = 0.001
 
 
 class GatewaySupervisorLink:
@@ -53,8 +53,8 @@ class GatewaySupervisorLink:
         self._loop.add_reader(self._dealer.fd, self._receive)
         self._flushing = False
         self._closed = False
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._message_numbers = itertools.count(1)
+        self._pending_responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def post(self, message: Any) -> None:
         """Queue a message, which is sent in the next iteration of the loop."""
@@ -71,7 +71,7 @@ class GatewaySupervisorLink:
     def _receive(self) -> None:
         for message in self._dealer.receive():
             try:
-                self._take(message)
+                self._handle_message(message)
             except Exception:
                 logger.exception("a %s could not be handled", type(message).__name__)
 
@@ -82,35 +82,35 @@ class GatewaySupervisorLink:
             self._loop.remove_reader(self._dealer.fd)
             self._dealer.close()
 
-    async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
+    async def send_request(self, message_class: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         """Send a request and return the response's payload.
 
         Cancelling this coroutine does not cancel the request, which the supervisor completes.
 
         Args:
-            kind: The message class.
+            message_class: The message class.
             fields: The fields of the message, without the number.
 
         Raises:
             ShmserveError: The supervisor rejected the request.
         """
-        number = next(self._numbers)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
+        message_number = next(self._message_numbers)
+        response: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending_responses[message_number] = response
         try:
-            self.post(kind(number, *fields))
-            return await future
+            self.post(message_class(message_number, *fields))
+            return await response
         finally:
-            del self._pending[number]
+            del self._pending_responses[message_number]
 
-    def _take(self, message: Any) -> None:
+    def _handle_message(self, message: Any) -> None:
         match message:
-            case Answered(number, payload):
-                settle(self._pending.get(number), payload)
-            case Refused(number, code, text):
-                future = self._pending.get(number)
+            case Answered(message_number, payload):
+                settle(self._pending_responses.get(message_number), payload)
+            case Refused(message_number, code, error_text):
+                future = self._pending_responses.get(message_number)
                 if future is not None and not future.done():
-                    future.set_exception(from_code(code, text))
+                    future.set_exception(from_code(code, error_text))
             case _:
                 self._on_notification(message)
 
@@ -130,10 +130,10 @@ class GatewayRequest(InflightRequest):
     ended: bool = field(init=False, default=False)
 
     @abstractmethod
-    def responded(self, message: Response) -> None:
+    def handle_response(self, message: Response) -> None:
         """Handle a response; it is the last one if the request has `ended`."""
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return not self.ended
 
     def respond(self, message: Response) -> None:
@@ -141,7 +141,7 @@ class GatewayRequest(InflightRequest):
             self.discard(message)
             return
         self.ended = type(message) is not m.Responded or message.final
-        self.responded(message)
+        self.handle_response(message)
 
     def free(self) -> None:
         if self.release is not None:
@@ -183,8 +183,8 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             identity, self._watch, self._unwatch, self._on_queued, self._on_deferred
         )
         super().__init__(self._table)
-        self._releasing: asyncio.TimerHandle | None = None
-        self._reports: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
+        self._release_timer: asyncio.TimerHandle | None = None
+        self._pending_statistics: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
         # Returns the number of the next request.
         self.next_number = itertools.count(1).__next__
 
@@ -207,11 +207,11 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
     def _on_deferred(self) -> None:
         if not self.pending:
             self._table.flush()
-        elif self._releasing is None:
-            self._releasing = self._loop.call_later(_MOST_HELD_S, self._release_now)
+        elif self._release_timer is None:
+            self._release_timer = self._loop.call_later(_MAX_RELEASE_DELAY_S, self._release_now)
 
     def _release_now(self) -> None:
-        self._releasing = None
+        self._release_timer = None
         self._table.flush()
 
     # --- receiving
@@ -228,14 +228,14 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         endpoint = link.endpoint
         for message in link.receive():
             try:
-                self.take(endpoint, message)
+                self.handle(endpoint, message)
             except Exception:
                 logger.exception("a %s could not be handled", type(message).__name__)
         if not link.connected:
             self._drop_unused(link)
 
-    def take_report(self, message: m.StatisticsReported) -> None:
-        _, report = self._reports.get(message.id, ("", None))
+    def handle_report(self, message: m.StatisticsReported) -> None:
+        _, report = self._pending_statistics.get(message.id, ("", None))
         settle(report, message.statistics)
 
     def _drop_unused(self, link: Dealer) -> None:
@@ -256,19 +256,19 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             successor: The endpoint of the successor. If it is "", the requests fail.
         """
         self.successors.add(endpoint, successor)
-        self.lost(endpoint)
-        for at, report in list(self._reports.values()):
-            if at == endpoint and not report.done():
-                report.set_exception(Unavailable("statistics are not available now"))
+        self.handle_loss(endpoint)
+        for report_endpoint, statistics in list(self._pending_statistics.values()):
+            if report_endpoint == endpoint and not statistics.done():
+                statistics.set_exception(Unavailable("statistics are not available now"))
 
     # --- statistics
 
     def report(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
         """Request a scheduler's statistics. The caller must set a timeout."""
-        report: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        number = self.next_number()
+        statistics: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        request_number = self.next_number()
         endpoint = self.successors.latest(endpoint)
-        self._reports[number] = (endpoint, report)
-        report.add_done_callback(lambda _: self._reports.pop(number))
-        self._table.queue(endpoint, m.ReportStatistics(number))
-        return report
+        self._pending_statistics[request_number] = (endpoint, statistics)
+        statistics.add_done_callback(lambda _: self._pending_statistics.pop(request_number))
+        self._table.queue(endpoint, m.ReportStatistics(request_number))
+        return statistics

@@ -100,7 +100,15 @@ class ClientIdentity:
     """
 
     __slots__ = (
-        *("_header", "_host", "_disconnect_actions", "_peer", "_rules", "_scopes", "_sock"),
+        *(
+            "_checked_header",
+            "_accepted_host",
+            "_disconnect_actions",
+            "_peer",
+            "_checked_rules",
+            "_granted_scopes",
+            "_sock",
+        ),
         *("is_server_user", "listener"),
     )
 
@@ -108,11 +116,11 @@ class ClientIdentity:
         self.listener = listener
         self._sock = sock
         self._peer: Peer | None = None
-        self._header: str | None = None
+        self._checked_header: str | None = None
         # The rules under which the header was last checked.
-        self._rules: Authorisation | None = None
-        self._scopes: frozenset[str] | None = None
-        self._host: str | None = None
+        self._checked_rules: Authorisation | None = None
+        self._granted_scopes: frozenset[str] | None = None
+        self._accepted_host: str | None = None
         self._disconnect_actions: list[Callable[[], None]] | None = []
         # whether the client is the server's own user, who needs no token
         self.is_server_user = False
@@ -128,39 +136,43 @@ class ClientIdentity:
         else:
             self._disconnect_actions.append(action)
 
-    def disconnected(self) -> None:
+    def call_disconnect_actions(self) -> None:
         """Call the actions for the end of the connection."""
         actions, self._disconnect_actions = self._disconnect_actions or [], None
         for action in actions:
             action()
 
-    def refuse(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
+    def find_access_error(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
         """Return the error for a request to an API of `scope`; None if the request is permitted."""
-        if (misdirected := self.refuse_host(headers)) is not None:
+        if (misdirected := self.find_host_error(headers)) is not None:
             return misdirected
         rules = self.listener.authorisation
         if rules.asks_for_tokens and not self.is_server_user and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
-            if header is None or header != self._header or rules is not self._rules:
-                self._scopes, self._header, self._rules = rules.scopes(header), header, rules
-            if (refusal := rules.refuse_scope(scope, self._scopes)) is not None:
+            if header is None or header != self._checked_header or rules is not self._checked_rules:
+                self._granted_scopes, self._checked_header, self._checked_rules = (
+                    rules.scopes(header),
+                    header,
+                    rules,
+                )
+            if (refusal := rules.refuse_scope(scope, self._granted_scopes)) is not None:
                 return refusal
         return rules.refuse_restricted(scope, headers) if rules.restrictions else None
 
-    def refuse_host(self, headers: Mapping[str, str]) -> ShmserveError | None:
+    def find_host_error(self, headers: Mapping[str, str]) -> ShmserveError | None:
         """Return the error for a request whose Host header does not name this server, or None."""
         listener = self.listener
         host = headers.get(_HOST)
-        if listener.kind is ListenerKind.LOOPBACK and host != self._host:
+        if listener.kind is ListenerKind.LOOPBACK and host != self._accepted_host:
             if not _names_server(host or "", listener.names):
                 return MisdirectedHost(
                     "the Host header does not name this server (--allowed-host adds names)"
                 )
-            self._host = host
+            self._accepted_host = host
         return None
 
     @property
-    def source(self) -> int:
+    def connection_id(self) -> int:
         """Return a number that identifies the connection within this process."""
         return id(self)
 
@@ -210,7 +222,7 @@ class ClientIdentity:
         local, remote = self._sock.getsockname(), self._sock.getpeername()
         return loopback_peer(_address(local), _address(remote))
 
-    def administrator(self) -> Peer:
+    def administrator_peer(self) -> Peer:
         """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""
         peer = self.peer()
         return Peer(EVERYONE) if self.is_server_user else peer
@@ -229,8 +241,10 @@ def _names_server(host: str, names: frozenset[str]) -> bool:
     name = name.lower().rstrip(".")
     if not name or name == "localhost" or name.endswith(".localhost") or name in names:
         return True
-    above = name.split(".")[1:]
-    if "*" in names or any("*." + ".".join(above[at:]) in names for at in range(len(above))):
+    parent_labels = name.split(".")[1:]
+    if "*" in names or any(
+        "*." + ".".join(parent_labels[index:]) in names for index in range(len(parent_labels))
+    ):
         return True
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name.strip("[]"))
@@ -239,11 +253,11 @@ def _names_server(host: str, names: frozenset[str]) -> bool:
 
 
 def _has_port(host: str) -> bool:
-    head, colon, tail = host.rpartition(":")
-    return bool(colon) and tail.isdecimal() and (":" not in head or head.endswith("]"))
+    host_part, colon, port = host.rpartition(":")
+    return bool(colon) and port.isdecimal() and (":" not in host_part or host_part.endswith("]"))
 
 
-_MOST_WARNINGS = 10  # number of warnings about too many connections; later ones are debug messages
+_MAX_WARNINGS = 10  # number of warnings about too many connections; later ones are debug messages
 
 
 class LimitedConnection(asyncio.BaseProtocol, ABC):
@@ -270,12 +284,12 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     @property
     @abstractmethod
     def idle_since(self) -> float | None:
-        """Return the loop's time since which the connection has no request; None: it has one."""
+        """Return the event loop's time when the connection became idle; None while it is busy."""
 
     @property
     @abstractmethod
     def sending_since(self) -> float | None:
-        """Return the loop's time since which the rest of a request is missing, or None."""
+        """Return the event loop's time since which an incomplete request has waited, or None."""
 
     @abstractmethod
     def shut_down(self, *, refuses: bool = False) -> None:
@@ -298,31 +312,31 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
 
 class Acceptor:
-    """A factory of the connections of one listener, with at most `most` open connections.
+    """A factory of the connections of one listener, with a limit on open connections.
 
-    `make` receives the factory and returns a connection.
+    `create_connection` receives the factory and returns a connection.
     """
 
     def __init__(
         self,
-        make: Callable[[Acceptor], LimitedConnection],
+        create_connection: Callable[[Acceptor], LimitedConnection],
         listener: ListenerRules,
-        most: int,
+        max_connections: int,
     ) -> None:
-        self._make = make
+        self._create_connection = create_connection
         self._listener = listener
-        self._max_connections = most
-        self._quota = share_of(most)
+        self._max_connections = max_connections
+        self._quota = share_of(max_connections)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
-        self._by_peer: dict[object, set[LimitedConnection]] = {}
+        self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
         self._warnings = 0
         self._draining: set[LimitedConnection] = set()  # connections that were asked to close
         self._on_drained: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:
         """Return the protocol of a new connection."""
-        return self._make(self)
+        return self._create_connection(self)
 
     @property
     def connections(self) -> list[LimitedConnection]:
@@ -341,7 +355,7 @@ class Acceptor:
         self._connections.add(connection)
         peer = self._peer_of(client, transport)
         if peer is not None:
-            peer_connections = self._by_peer.setdefault(peer, set())
+            peer_connections = self._connections_by_peer.setdefault(peer, set())
             peer_connections.add(connection)
             client.call_on_disconnect(partial(self._remove_from_quota, peer, connection))
             if len(peer_connections) > self._quota:
@@ -392,27 +406,29 @@ class Acceptor:
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
     def _remove_from_quota(self, peer: object, connection: LimitedConnection) -> None:
-        peer_connections = self._by_peer[peer]
+        peer_connections = self._connections_by_peer[peer]
         peer_connections.discard(connection)
         if not peer_connections:
-            del self._by_peer[peer]
+            del self._connections_by_peer[peer]
 
     def _evict(
-        self, newcomer: LimitedConnection, among: Collection[LimitedConnection], most: int
+        self, newcomer: LimitedConnection, connections: Collection[LimitedConnection], limit: int
     ) -> None:
         candidates = [
-            connection for connection in among if connection.open and connection is not newcomer
+            connection
+            for connection in connections
+            if connection.open and connection is not newcomer
         ]
-        if len(candidates) < most or not newcomer.open:
-            return  # the remaining connections are closing
-        # Several at a time, to amortise the cost in a flood of connections.
-        evicted = _longest(candidates, attrgetter("idle_since"), max(1, most // 64))
-        evicted = evicted or _longest(candidates, attrgetter("sending_since"), 1)
+        if len(candidates) < limit or not newcomer.open:
+            return  # connections that are closing already make up for the excess
+        # Evicting several connections at a time amortises the cost during a flood of connections.
+        evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
+        evicted = evicted or _oldest(candidates, attrgetter("sending_since"), 1)
         logger.log(
-            logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
+            logging.WARNING if self._warnings < _MAX_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",
-            most,
-            "" if most == self._max_connections else " of one peer",
+            limit,
+            "" if limit == self._max_connections else " of one peer",
             f"{len(evicted)} idle connections were closed" if evicted else "one was refused",
         )
         self._warnings += 1
@@ -420,10 +436,14 @@ class Acceptor:
             connection.abort()
 
 
-def _longest(
+def _oldest(
     connections: list[LimitedConnection],
-    since: Callable[[LimitedConnection], float | None],
+    start_time: Callable[[LimitedConnection], float | None],
     count: int,
 ) -> list[LimitedConnection]:
-    waits = [(at, connection) for connection in connections if (at := since(connection))]
-    return [connection for _, connection in sorted(waits, key=itemgetter(0))[:count]]
+    waiting = [
+        (waiting_since, connection)
+        for connection in connections
+        if (waiting_since := start_time(connection))
+    ]
+    return [connection for _, connection in sorted(waiting, key=itemgetter(0))[:count]]

@@ -11,34 +11,34 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
-from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, LLM_BACKEND, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MOST_PREPARED = 256
-_NO_VERSION = (
+_MAX_TEMPLATES = 256
+_INVALID_VERSION = (
     "failed to get model version from specified version string '{text}' (details: stol), version "
     "should be an integral value > 0"
 )
-_NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
+_NON_LABEL_CHARACTER = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class GatewayModel:
     """One version of a model, with its cache of request templates.
 
     Attributes:
-        published: Whether the version was neither withdrawn nor replaced.
+        is_published: Whether the version was neither withdrawn nor replaced.
         ready: The readiness for health requests. A version that restarts accepts requests, too.
         tags: Additional labels of the version's nv_* metrics.
         labels: The classification labels of each output, by index.
-        prepared: The templates of HTTP requests by fingerprint.
+        templates: The templates of HTTP requests by fingerprint.
         steps: The models of an ensemble's steps.
     """
 
     def __init__(self, published: ModelPublished) -> None:
-        self.published = True
+        self.is_published = True
         self.name = published.name
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config.source)
@@ -49,38 +49,40 @@ class GatewayModel:
         self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
         self.endpoint = published.endpoint  # the endpoint of the model's scheduler
-        self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
+        self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_TEMPLATES)
         self.signature = Signature(published.config, published.version)
         self.stateful = published.config.sequence_batching is not None
         ensemble = published.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.
         self.prefix = f"in ensemble '{self.name}', " if ensemble else ""
-        # A key that is no label would make all of the metrics unreadable.
+        # A key with a character that labels exclude would make the whole page of metrics invalid.
         self.tags = {
-            "_" + _NO_LABEL.sub("_", key): value
+            "_" + _NON_LABEL_CHARACTER.sub("_", key): value
             for key, value in published.config.metric_tags.items()
         }
         self.decoupled = published.config.decoupled
         self.backend = published.config.backend
         # The settings of an engine that generates text.
-        engine = EngineSettings()
+        engine_settings = EngineSettings()
         # Other backends may have a parameter of this name.
         with suppress(ValueError, InvalidArgument):
-            engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
-        self.max_model_len = engine.max_model_len or None
-        self.aliases = list(engine.aliases)
-        vllm = published.config.backend == "vllm"
-        if vllm:
-            longest = published.config.parameters.get("max_model_len", "")
-            self.max_model_len = int(longest) if longest.isdecimal() else None
+            engine_settings = EngineSettings.of(
+                json.loads(published.config.parameters.get(ENGINE_PARAMETER, "{}"))
+            )
+        self.max_model_len = engine_settings.max_model_len or None
+        self.aliases = list(engine_settings.aliases)
+        is_vllm = published.config.backend == "vllm"
+        if is_vllm:
+            max_length = published.config.parameters.get("max_model_len", "")
+            self.max_model_len = int(max_length) if max_length.isdecimal() else None
         # whether the model converts text by the parameter `task`
-        self.converts = vllm or published.config.backend == GENERATIVE
+        self.has_task_parameter = is_vllm or published.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
-        self.reasons = vllm or engine.reasoning_parser not in ("", "none")
+        self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
 
 
-_MOST_WITHDRAWN = 4096  # names of withdrawn models, which errors mention
+_MAX_WITHDRAWN_NAMES = 4096  # names of withdrawn models, which errors mention
 
 
 class ModelTable:
@@ -105,17 +107,17 @@ class ModelTable:
         self.revision += 1
         self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})
-        old = versions.get(message.version)
+        previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
         withdrawn = self._withdrawn.get(message.name, set())
         withdrawn -= {message.version, ""}
         if not withdrawn:
             self._withdrawn.pop(message.name, None)
-        if message.latest or (old is not None and self._latest.get(message.name) is old):
+        if message.latest or (previous is not None and self._latest.get(message.name) is previous):
             self._latest[message.name] = model
-        if old is not None:
-            old.published = False
-        self._name()
+        if previous is not None:
+            previous.is_published = False
+        self._update_aliases()
 
     def set_ready(self, name: str, version: str, ready: bool) -> None:
         """Set the readiness of a version; its prepared requests are kept."""
@@ -136,15 +138,15 @@ class ModelTable:
         if not versions:
             self._models.pop(name, None)
         self._withdrawn.setdefault(name, set()).add(version)
-        if len(self._withdrawn) > _MOST_WITHDRAWN:
+        if len(self._withdrawn) > _MAX_WITHDRAWN_NAMES:
             del self._withdrawn[next(iter(self._withdrawn))]
         if model is not None:
-            model.published = False
+            model.is_published = False
             if self._latest.get(name) is model:
                 del self._latest[name]
-        self._name()
+        self._update_aliases()
 
-    def _name(self) -> None:
+    def _update_aliases(self) -> None:
         latest = sorted(self._latest.items(), reverse=True)
         self._aliases = {alias: name for name, model in latest for alias in model.aliases}
 
@@ -166,7 +168,7 @@ class ModelTable:
             NotFound: The model or version is unknown.
             Unavailable: The model is not available at present.
         """
-        return self.find(name, version) or self._absent(name, version)
+        return self.find(name, version) or self._raise_missing(name, version)
 
     def find(self, name: str, version: str) -> GatewayModel | None:
         """Return the model like `resolve`, or None."""
@@ -183,35 +185,35 @@ class ModelTable:
             Unavailable: No version serves at present, or its configuration has changed since the
                 request was validated.
         """
-        if model.published:
+        if model.is_published:
             return model
-        now = self._models.get(model.name, {}).get(model.version)
-        if now is None:
-            self._absent(model.name, model.version)
-        if now.immutable_config != model.immutable_config:
+        current_model = self._models.get(model.name, {}).get(model.version)
+        if current_model is None:
+            self._raise_missing(model.name, model.version)
+        if current_model.immutable_config != model.immutable_config:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
                 "arrived"
             )
-        return now
+        return current_model
 
-    def _absent(self, name: str, version: str) -> Never:
-        unknown = f"Request for unknown model: '{name}'"
+    def _raise_missing(self, name: str, version: str) -> Never:
+        error_prefix = f"Request for unknown model: '{name}'"
         version = canonical_version(version) if version else ""
-        was = self._withdrawn.get(name, ())
-        if version and version in was:
-            raise Unavailable(f"{unknown} version {version} is not at ready state")
-        if not was and name not in self._models:
-            raise NotFound(f"{unknown} is not found")
+        withdrawn_versions = self._withdrawn.get(name, ())
+        if version and version in withdrawn_versions:
+            raise Unavailable(f"{error_prefix} version {version} is not at ready state")
+        if not withdrawn_versions and name not in self._models:
+            raise NotFound(f"{error_prefix} is not found")
         if version:
-            raise NotFound(f"{unknown} version {version} is not found")
-        raise NotFound(f"{unknown} has no available versions")
+            raise NotFound(f"{error_prefix} version {version} is not found")
+        raise NotFound(f"{error_prefix} has no available versions")
 
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model, ascending."""
         return sorted(self._models.get(name, ()), key=int)
 
-    def all(self) -> list[GatewayModel]:
+    def all_versions(self) -> list[GatewayModel]:
         """Return every version of every model, sorted by name and version."""
         return [
             self._models[name][version]
@@ -220,33 +222,33 @@ class ModelTable:
         ]
 
 
-def checked_version(text: str) -> str:
+def checked_version(version: str) -> str:
     """Return the version in a request message, or "" for the latest.
 
     Raises:
         InvalidArgument: The text is not a version. The message is that of Triton.
     """
-    if not text or (text.isascii() and text.isdecimal()):
-        return text
-    if text.isascii() and text[0] == "-" and text[1:].isdecimal():
+    if not version or (version.isascii() and version.isdecimal()):
+        return version
+    if version.isascii() and version[0] == "-" and version[1:].isdecimal():
         raise InvalidArgument(
-            f"invalid model version specified '{text}' , version should be an integral value > 0"
+            f"invalid model version specified '{version}' , version should be an integral value > 0"
         )
-    raise InvalidArgument(_NO_VERSION.format(text=text))
+    raise InvalidArgument(_INVALID_VERSION.format(text=version))
 
 
-def canonical_version(text: str) -> str:
+def canonical_version(version: str) -> str:
     """Return a version in canonical form: "01" becomes "1".
 
     Raises:
         InvalidArgument: The version exceeds 63 bits.
     """
-    if len(text) > 19 or int(text) > LARGEST:
-        raise InvalidArgument(_NO_VERSION.format(text=text))
-    return str(int(text))
+    if len(version) > 19 or int(version) > LARGEST:
+        raise InvalidArgument(_INVALID_VERSION.format(text=version))
+    return str(int(version))
 
 
-def describe(model: GatewayModel, versions: list[str]) -> dict[str, Any]:
+def describe_model(model: GatewayModel, versions: list[str]) -> dict[str, Any]:
     """Return the metadata of a model with these versions, as for GET /v2/models/NAME."""
     metadata = model.metadata
     return {

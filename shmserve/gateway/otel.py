@@ -29,8 +29,8 @@ _PHASES = (
     ("compute", "input_end_ns", "output_start_ns"),
     ("compute_output", "output_start_ns", "compute_end_ns"),
 )
-_LAST_S = 1.0
-_OF_PROCESSOR = {  # Triton's names of the settings of OpenTelemetry's processor
+_SHUTDOWN_TIMEOUT_S = 1.0
+_PROCESSOR_ARGUMENTS = {  # Triton's names of the settings of OpenTelemetry's processor
     "bsp_max_queue_size": "max_queue_size",
     "bsp_schedule_delay": "schedule_delay_millis",
     "bsp_max_export_batch_size": "max_export_batch_size",
@@ -47,13 +47,15 @@ class Exporter:
     def __init__(self, settings: Iterable[Sequence[str]]) -> None:
         urls = [value for name, value in settings if name == "url"]
         attributes = [value.partition("=")[::2] for name, value in settings if name == "resource"]
-        numbers: dict[str, Any] = {
-            _OF_PROCESSOR[name]: int(value) for name, value in settings if name in _OF_PROCESSOR
+        processor_arguments: dict[str, Any] = {
+            _PROCESSOR_ARGUMENTS[name]: int(value)
+            for name, value in settings
+            if name in _PROCESSOR_ARGUMENTS
         }
-        about = {"service.name": "shmserve", "service.version": shmserve.__version__}
-        self._resource = Resource.create(about | dict(attributes))
+        service_attributes = {"service.name": "shmserve", "service.version": shmserve.__version__}
+        self._resource = Resource.create(service_attributes | dict(attributes))
         exporter = OTLPSpanExporter(endpoint=urls[-1] if urls else None)
-        self._processor: Any = BatchSpanProcessor(exporter, **numbers)
+        self._processor: Any = BatchSpanProcessor(exporter, **processor_arguments)
 
     def export(self, trace: RequestTrace) -> None:
         """Queue the spans of a finished request for export."""
@@ -64,21 +66,21 @@ class Exporter:
 
     def close(self) -> None:
         """Send the remaining traces, unless the collector does not accept them in time."""
-        sending = threading.Thread(target=self._processor.shutdown, daemon=True)
-        sending.start()
-        sending.join(_LAST_S)
+        shutdown_thread = threading.Thread(target=self._processor.shutdown, daemon=True)
+        shutdown_thread.start()
+        shutdown_thread.join(_SHUTDOWN_TIMEOUT_S)
 
     def _spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[ReadableSpan]:
         trace_id = trace.context.trace_id
-        about = _attributes(trace.model, trace.version, trace.request_id)
+        attributes = _attributes(trace.model, trace.version, trace.request_id)
         yield self._span(
             *("InferRequest", trace_id, trace.context.span_id, trace.context.parent_id),
             *(trace.arrived_ns + epoch_ns, trace.ended_ns + epoch_ns),
-            about,
+            attributes,
             SpanKind.SERVER,
             trace.error,
         )
-        for name, start_ns, end_ns in () if trace.local else _of_gateway(trace):
+        for name, start_ns, end_ns in () if trace.local else _gateway_phases(trace):
             times = (start_ns + epoch_ns, end_ns + epoch_ns)
             span_id = os.urandom(8).hex()
             yield self._span(name, trace_id, span_id, trace.context.span_id, *times, {})
@@ -88,18 +90,18 @@ class Exporter:
             if span.span_id == trace.scheduler.span_id:  # this span is the request at the gateway
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
-            about = _attributes(span.model, span.version, span.request_id)
-            about["shmserve.batch_size"] = span.batch_size
+            attributes = _attributes(span.model, span.version, span.request_id)
+            attributes["shmserve.batch_size"] = span.batch_size
             if span.closed:
-                about["shmserve.batch_closed"] = span.closed
-            yield self._span(span.model, trace_id, span.span_id, parent_id, *times, about)
+                attributes["shmserve.batch_closed"] = span.closed
+            yield self._span(span.model, trace_id, span.span_id, parent_id, *times, attributes)
             yield from self._phases(trace_id, span, epoch_ns)
 
     def _phases(self, trace_id: str, span: Span, epoch_ns: int) -> Iterator[ReadableSpan]:
         if not span.compute_start_ns:
             return
-        for name, start, end in _PHASES:
-            times = (getattr(span, start) + epoch_ns, getattr(span, end) + epoch_ns)
+        for name, start_field, end_field in _PHASES:
+            times = (getattr(span, start_field) + epoch_ns, getattr(span, end_field) + epoch_ns)
             yield self._span(name, trace_id, os.urandom(8).hex(), span.span_id, *times, {})
 
     def _span(
@@ -116,8 +118,8 @@ class Exporter:
     ) -> ReadableSpan:
         return ReadableSpan(
             name,
-            _context(trace_id, span_id),
-            _context(trace_id, parent_id) if parent_id else None,
+            _span_context(trace_id, span_id),
+            _span_context(trace_id, parent_id) if parent_id else None,
             self._resource,
             attributes,
             kind=kind,
@@ -127,18 +129,18 @@ class Exporter:
         )
 
 
-def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
+def _gateway_phases(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
     """Yield the phases of a request at the gateway: receiving it, and encoding its response."""
     yield "receive", trace.arrived_ns, trace.submitted_ns
     if trace.responded_ns:
         yield "encode", trace.responded_ns, trace.ended_ns
 
 
-def _context(trace_id: str, span_id: str) -> SpanContext:
+def _span_context(trace_id: str, span_id: str) -> SpanContext:
     return SpanContext(int(trace_id, 16), int(span_id, 16), False, TraceFlags(TraceFlags.SAMPLED))
 
 
 def _attributes(model: str, version: str, request_id: str) -> dict[str, Any]:
     """Return the attributes of a span, with Triton's names."""
-    about = {"triton.model_name": model, "triton.model_version": int(version)}
-    return about | ({"triton.request_id": request_id} if request_id else {})
+    model_attributes = {"triton.model_name": model, "triton.model_version": int(version)}
+    return model_attributes | ({"triton.request_id": request_id} if request_id else {})

@@ -47,14 +47,14 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
     SchedulerLost,
 )
-from shmserve.ipc.processes import name_process
+from shmserve.ipc.processes import set_process_title
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
 
-_LAST_RESPONSES_S = 1.0
-_BACKLOG = 1024
+_UNMAP_DELAY_S = 1.0
+_LISTEN_BACKLOG = 1024
 
 
 class Frontend(ABC):
@@ -70,7 +70,7 @@ class Frontend(ABC):
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
         self._acceptors: list[Acceptor] = []
-        self._refuses = False
+        self._refuses_connections = False
         self.listeners: list[ListenerRules] = []
 
     @abstractmethod
@@ -85,14 +85,16 @@ class Frontend(ABC):
         # From Python 3.13 a loop deletes the path of a closed socket, which a successor may use.
         options = {"cleanup_socket": False} if is_unix and sys.version_info >= (3, 13) else {}
         self._accepting.append(
-            await create(acceptor, sock=sock, backlog=_BACKLOG, start_serving=False, **options)
+            await create(
+                acceptor, sock=sock, backlog=_LISTEN_BACKLOG, start_serving=False, **options
+            )
         )
         self._acceptors.append(acceptor)
 
     async def accept(self) -> None:
         """Accept connections, unless the gateway drains."""
         for server in self._accepting:
-            if not self._refuses:
+            if not self._refuses_connections:
                 await server.start_serving()
 
     def health_changed(self) -> None:  # noqa: B027
@@ -111,21 +113,21 @@ class Frontend(ABC):
         listeners = ActiveCount()
 
         def disconnect() -> None:
-            # Counted now, since listeners may have been opened in the meantime.
+            # The listeners are counted here, since some may have been opened in the meantime.
             listeners.active = len(self._acceptors)
             for acceptor in self._acceptors:
                 acceptor.drain(listeners.decrement, refuses=refuses)
-            listeners.when_idle(on_notified)
+            listeners.call_when_idle(on_notified)
 
         # Connections that were accepted already are created in this turn of the loop.
         asyncio.get_running_loop().call_soon(disconnect)
 
     @abstractmethod
-    def when_idle(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once all responses are sent."""
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
+        """Call `on_idle` once all responses are sent."""
 
     def _refuse_connections(self) -> None:
-        self._refuses = True
+        self._refuses_connections = True
         for server in self._accepting:
             server.close()
 
@@ -137,36 +139,36 @@ class Frontend(ABC):
                 connection.force_close()
 
 
-def prepare(role: str, title: str, log: LogSettings) -> None:
+def prepare_process(role: str, title: str, log: LogSettings) -> None:
     """Set up the log and the process title, and ignore signals that end the process."""
     logs.configure(role, log)
-    name_process(title)
+    set_process_title(title)
     # The supervisor stops the gateway. A Ctrl-C reaches the whole process group.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
 
 
-async def serve(start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
+async def serve(start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:
     """Run a gateway until the supervisor sends `Stop`."""
-    await _Process(start, make_front).run()
+    await _Process(start, create_frontend).run()
 
 
 class _Process:
-    """A gateway with its parts, a state machine driven by the supervisor's messages."""
+    """A gateway process: a state machine driven by the supervisor's messages."""
 
-    def __init__(self, start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
+    def __init__(self, start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:
         settings = start.settings
-        self._informed = asyncio.Event()
-        self._accepted = asyncio.Event()
-        self._stopped = asyncio.Event()
+        self._state_received = asyncio.Event()
+        self._accept_received = asyncio.Event()
+        self._stop_received = asyncio.Event()
         if not start.held:
-            self._accepted.set()
+            self._accept_received.set()
         schedulers = GatewaySchedulers()
-        trim = MallocTrim()
+        malloc_trim = MallocTrim()
         supervisor = GatewaySupervisorLink(
             endpoints.control(start.run_dir),
             f"gateway.{start.name}.{os.getpid()}",
-            self._take,
+            self._handle_message,
         )
         self._gateway = Gateway(
             settings=settings,
@@ -175,13 +177,15 @@ class _Process:
             regions=RegionTable(supervisor.post, settings.shm_overlap),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
-            body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
-            malloc_trim=trim,
+            body_budget=BodyBudget(
+                max(settings.arena_byte_size, settings.max_input_size), malloc_trim
+            ),
+            malloc_trim=malloc_trim,
             mappings=Mappings(),
             health=HealthChanged(live=True, ready=False, exiting=False),
             tracer=Tracer(settings.slow_request_ms, "HTTP" if start.grpc is None else "GRPC"),
         )
-        self._front = make_front(self._gateway)
+        self._frontend = create_frontend(self._gateway)
 
     async def run(self) -> None:
         """Serve until `Stop`."""
@@ -190,20 +194,20 @@ class _Process:
         try:
             # The successor of a crashed gateway would respond with 404 before it has received the
             # models.
-            await self._informed.wait()
-            await self._front.open()
+            await self._state_received.wait()
+            await self._frontend.open()
             gateway.supervisor.post(m.GatewayReady())
-            await self._accepted.wait()
+            await self._accept_received.wait()
             if not gateway.draining:
-                await self._front.accept()
-            await self._stopped.wait()
+                await self._frontend.accept()
+            await self._stop_received.wait()
         finally:
-            await self._front.close()
+            await self._frontend.close()
             gateway.tracer.close()
             gateway.supervisor.close()
             gateway.schedulers.close()
 
-    def _take(self, message: Any) -> None:
+    def _handle_message(self, message: Any) -> None:
         gateway = self._gateway
         match message:
             case ModelPublished():
@@ -223,47 +227,48 @@ class _Process:
             case RegionWithdrawn(memory_id=memory_id):
                 gateway.regions.withdraw(memory_id)
             case RegionDrained(memory_id):
-                gateway.regions.drained(memory_id)
+                gateway.regions.remove_drained(memory_id)
             case HealthChanged():
                 gateway.health = message
-                self._front.health_changed()
-                self._informed.set()
+                self._frontend.health_changed()
+                self._state_received.set()
             case m.LoadsFailed():
                 gateway.failures = message
             case ProcessExited(process=pid):
                 # Unread responses of the process may refer to its memory, so it is unmapped later.
-                later = asyncio.get_running_loop().call_later
-                later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
+                asyncio.get_running_loop().call_later(
+                    _UNMAP_DELAY_S, gateway.mappings.drop_process, pid
+                )
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
             case m.SetTracing(settings):
-                gateway.tracer.use(settings)
+                gateway.tracer.apply_settings(settings)
             case m.RequestTraced():
-                gateway.tracer.take(message)
+                gateway.tracer.record_local_request(message)
             case m.SetTokens(tokens):
                 gateway.settings = replace(gateway.settings, tokens=tokens)
-                for listener in self._front.listeners:
+                for listener in self._frontend.listeners:
                     listener.authorisation = listener.authorisation.with_tokens(tokens)
             case m.Ping():
                 pass
             case m.Accept():
-                self._accepted.set()
+                self._accept_received.set()
             case m.Drain(followed=followed):
                 gateway.draining = True
-                self._accepted.set()
-                self._front.drain(self._notified, followed)
+                self._accept_received.set()
+                self._frontend.drain(self._on_clients_notified, followed)
             case m.Stop():
                 gateway.draining = True
-                self._accepted.set()
-                self._stopped.set()
+                self._accept_received.set()
+                self._stop_received.set()
             case _:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
         if number := getattr(message, "acknowledge", 0):
             gateway.supervisor.post(Acknowledged(number))
 
-    def _notified(self) -> None:
+    def _on_clients_notified(self) -> None:
         self._gateway.refusing = True
-        self._front.when_idle(self._drained)
+        self._frontend.call_when_idle(self._on_idle)
 
-    def _drained(self) -> None:
+    def _on_idle(self) -> None:
         self._gateway.supervisor.post(m.Drained())

@@ -32,16 +32,16 @@ class GatewayRegion:
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
         self.key = message.key
-        extent = unpack_range(message.memory_range)
-        self.offset = extent.offset
-        self.byte_size = extent.byte_size
-        self.memory = extent.memory
-        self.owner = Ownership(message.uid, message.group, extent.memory.copied)
+        registered_range = unpack_range(message.memory_range)
+        self.offset = registered_range.offset
+        self.byte_size = registered_range.byte_size
+        self.memory = registered_range.memory
+        self.owner = Ownership(message.uid, message.group, registered_range.memory.copied)
         self.requests = 0
         # Whether the region is unregistered, and usable until no request uses it.
         self.retired = False
         self.withdrawn = False
-        self.spans = Spans()
+        self.written_ranges = WrittenRanges()
 
     def admits(self, peer: Peer) -> bool:
         """Check whether a user may use the region."""
@@ -84,7 +84,7 @@ class GatewayRegion:
         }
 
 
-class Spans:
+class WrittenRanges:
     """An interval set of the ranges of a shared memory object that requests in flight write to.
 
     The ranges are sorted by their start and do not overlap, so that checking the two neighbours
@@ -101,13 +101,13 @@ class Spans:
     def add(self, span: tuple[int, int]) -> bool:
         """Add a range; return False, and add nothing, if it overlaps another range."""
         ranges = self.ranges
-        at = bisect_left(ranges, span)
-        for start, _ in ranges[at : at + 1]:
-            if start < span[1]:
+        index = bisect_left(ranges, span)
+        for other_start, _ in ranges[index : index + 1]:
+            if other_start < span[1]:
                 return False
-        if at and ranges[at - 1][1] > span[0]:
+        if index and ranges[index - 1][1] > span[0]:
             return False
-        ranges.insert(at, span)
+        ranges.insert(index, span)
         return True
 
     def remove(self, span: tuple[int, int]) -> None:
@@ -115,11 +115,11 @@ class Spans:
         del self.ranges[bisect_left(self.ranges, span)]
 
 
-# An output of a request: its region, and the range in the object of the region.
-Write = tuple[GatewayRegion, tuple[int, int]]
+# An output of a request: its region, and its start and end in the region's memory object.
+WrittenRange = tuple[GatewayRegion, tuple[int, int]]
 
 
-class Uses:
+class RegionReferences:
     """The references of one request to regions, and the ranges that it writes to."""
 
     __slots__ = ("_spans", "_table", "_writes", "regions")
@@ -127,11 +127,11 @@ class Uses:
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[Write] = []  # the ranges of all outputs
-        self._writes: list[Write] = []  # the ranges that overlap no other range
+        self._spans: list[WrittenRange] = []  # the ranges of all outputs
+        self._writes: list[WrittenRange] = []  # the ranges that overlap no other range
 
-    def take(self, requested: RegionRange, *, write: bool = False) -> Range:
-        """Refer to a range of a region; with `write`, also reserve it for an output.
+    def reference_range(self, requested: RegionRange, *, write: bool = False) -> Range:
+        """Count a reference to a region, and return the range; `write` reserves it for an output.
 
         Raises:
             NotFound: The region is not registered.
@@ -144,26 +144,28 @@ class Uses:
             self.regions.append(region)
             region.requests += 1
             if region.retired:
-                self._table.used(region)
+                self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
         if write and memory_range.byte_size and self._table.overlap != "ignore":
             self._spans.append((region, span))
             self._reserve((region, span))
         return memory_range
 
-    def _reserve(self, write: Write) -> None:
+    def _reserve(self, write: WrittenRange) -> None:
         region, span = write
-        if region.spans.add(span):
+        if region.written_ranges.add(span):
             self._writes.append(write)
         else:
-            self._overlaps(region)
+            self._handle_overlap(region)
 
-    def pattern(self) -> Pattern:
+    def as_template(self) -> ReferenceTemplate:
         """Return the references for later requests with the same header."""
-        return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
+        return ReferenceTemplate(
+            self._table, self._table.version, tuple(self.regions), tuple(self._spans)
+        )
 
     @classmethod
-    def renew(cls, pattern: Pattern) -> Uses | None:
+    def from_template(cls, pattern: ReferenceTemplate) -> RegionReferences | None:
         """Return the same references for another request, or None if the names have changed.
 
         Raises:
@@ -177,7 +179,7 @@ class Uses:
         for region in regions:
             region.requests += 1
             if region.retired:
-                table.used(region)
+                table.report_first_use(region)
         try:
             if table.overlap != "ignore":
                 for write in spans:
@@ -187,15 +189,15 @@ class Uses:
             raise
         return uses
 
-    def _overlaps(self, region: GatewayRegion) -> None:
+    def _handle_overlap(self, region: GatewayRegion) -> None:
         # Both requests succeed, but one of the clients reads the result of the other request.
         if self._table.overlap == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "
                 "flight"
             )
-        if not region.spans.warned:
-            region.spans.warned = True
+        if not region.written_ranges.warned:
+            region.written_ranges.warned = True
             logger.warning(
                 "requests in flight write to overlapping parts of shared memory region '%s'",
                 region.name,
@@ -204,16 +206,16 @@ class Uses:
     def release(self) -> None:
         """Release the references at the end of the request."""
         for region, span in self._writes:
-            region.spans.remove(span)
+            region.written_ranges.remove(span)
         self._writes = []
         regions, self.regions = self.regions, []
         for region in regions:
             region.requests -= 1
             if not region.requests and (region.retired or region.withdrawn):
-                self._table.released(region)
+                self._table.report_unused(region)
 
 
-class Pattern(NamedTuple):
+class ReferenceTemplate(NamedTuple):
     """The references of a checked request, which later requests with the same header take.
 
     Attributes:
@@ -226,7 +228,7 @@ class Pattern(NamedTuple):
     table: RegionTable
     version: int
     regions: tuple[GatewayRegion, ...]
-    spans: tuple[Write, ...]
+    spans: tuple[WrittenRange, ...]
 
 
 class RegionTable:
@@ -243,7 +245,9 @@ class RegionTable:
         self._report = report
         self.version = 0  # a number that changes when a name is added or removed
         self.overlap = overlap
-        self._spans: dict[int | bytes, Spans] = {}  # written ranges by the shared memory object
+        self._spans: dict[
+            int | bytes, WrittenRanges
+        ] = {}  # written ranges by the shared memory object
         self._by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining: dict[int, GatewayRegion] = {}
@@ -258,8 +262,10 @@ class RegionTable:
         elif memory_id not in self._by_id:
             self._by_id[memory_id] = region
             # Two names of one object share the ranges written to it.
-            region.spans = self._spans.setdefault(region.memory.object, region.spans)
-            region.spans.regions += 1
+            region.written_ranges = self._spans.setdefault(
+                region.memory.object, region.written_ranges
+            )
+            region.written_ranges.regions += 1
             self._by_name[message.name] = region
             self.version += 1
 
@@ -271,8 +277,8 @@ class RegionTable:
             if region.requests:
                 self._report(RegionInUse(memory_id, True))
 
-    def used(self, region: GatewayRegion) -> None:
-        """Report that a first request uses a retired region."""
+    def report_first_use(self, region: GatewayRegion) -> None:
+        """Report a retired region that was unused until this request."""
         if region.requests == 1:
             self._report(RegionInUse(region.memory.id, True))
 
@@ -287,20 +293,20 @@ class RegionTable:
         if self._by_name.get(region.name) is region:
             del self._by_name[region.name]
         if not region.requests:
-            self.released(region)
+            self.report_unused(region)
 
-    def drained(self, memory_id: int) -> None:
+    def remove_drained(self, memory_id: int) -> None:
         """Remove a withdrawn region that no request of any gateway refers to."""
         self._draining.pop(memory_id, None)
 
-    def released(self, region: GatewayRegion) -> None:
+    def report_unused(self, region: GatewayRegion) -> None:
         """Report that no request uses a region; remove it if it was withdrawn."""
         if not region.withdrawn:
             self._report(RegionInUse(region.memory.id, False))
             return
         if self._by_id.pop(region.memory.id, None) is not None:
-            region.spans.regions -= 1
-            if not region.spans.regions:
+            region.written_ranges.regions -= 1
+            if not region.written_ranges.regions:
                 del self._spans[region.memory.object]
         self._report(RegionReleased(region.memory.id))
 
@@ -319,18 +325,22 @@ class RegionTable:
             )
         return region
 
-    def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
+    def visible_regions(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
         """Return the regions of a kind that `peer` may see: all, or the one with a `name`.
 
         Raises:
             NotFound: No region of this kind has the name; the message is Triton's.
         """
-        listed = self._listed()
+        regions_by_name = self._listed_regions()
         if not name:
-            regions = [listed[each] for each in sorted(listed)]
-            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
+            regions = [regions_by_name[region_name] for region_name in sorted(regions_by_name)]
+            return [
+                region
+                for region in regions
+                if region.admits(peer) and (region.memory.cuda is not None) == cuda
+            ]
         kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
-        region = listed.get(name)
+        region = regions_by_name.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
         if (region.memory.cuda is not None) != cuda:
@@ -340,15 +350,15 @@ class RegionTable:
             )
         return [region]
 
-    def _listed(self) -> dict[str, GatewayRegion]:
+    def _listed_regions(self) -> dict[str, GatewayRegion]:
         """Return the regions by name, including those that only requests in flight use."""
         return {**{region.name: region for region in self._draining.values()}, **self._by_name}
 
-    def all(self) -> Iterable[GatewayRegion]:
+    def named_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that have a name, sorted by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
-    def listed_only(self) -> Iterable[GatewayRegion]:
+    def unnamed_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that no request can name: withdrawn ones and local clients' memory."""
         return self._draining.values()
 

@@ -10,11 +10,21 @@ from typing import Any
 from shmserve.common.trace_settings import TENSORS, TIMESTAMPS
 from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
+from shmserve.ipc.trace import (
+    Span,
+    TraceContext,
+    TracedTensor,
+    phase_durations,
+    span_subtree,
+    unpack_spans,
+)
 
 _ID_DIGITS = 13  # 13 of 16 hexadecimal digits, since not every JSON parser has integers of 64 bits
-_OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
-_EXECUTED = (
+_ACTIVITIES_BY_PROTOCOL = {
+    "HTTP": ("HTTP_RECV", "HTTP_SEND"),
+    "GRPC": ("GRPC_WAITREAD", "GRPC_SEND"),
+}
+_COMPUTE_ACTIVITIES = (
     ("COMPUTE_START", "compute_start_ns"),
     ("COMPUTE_INPUT_END", "input_end_ns"),
     ("COMPUTE_OUTPUT_START", "output_start_ns"),
@@ -68,19 +78,19 @@ class RequestTrace:
 
     def read_spans(self, spans: bytes) -> None:
         """Record the spans of the last response."""
-        self.spans = within(unpack_spans(spans, self.tensors), self.scheduler.span_id)
+        self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:
-        """Return the durations of the phases until `now_ns`, as `ipc.trace.explain` does."""
+        """Return the durations of the phases until `now_ns`; see `ipc.trace.phase_durations`."""
         times = (self.arrived_ns, self.submitted_ns, now_ns)
-        return explain(self.spans, self.scheduler.span_id, *times)
+        return phase_durations(self.spans, self.scheduler.span_id, *times)
 
     def explain(self, inferred: Inferred) -> Inferred:
         """Return the response, with an explanation if the request asked for one."""
         if not self.explained:
             return inferred
-        added = {"explanation": self.explanation(time.monotonic_ns())}
-        return replace(inferred, parameters=inferred.parameters | added)
+        explanation = {"explanation": self.explanation(time.monotonic_ns())}
+        return replace(inferred, parameters=inferred.parameters | explanation)
 
     def finish(self, error: str = "") -> None:
         """Record the end of the request. The first call and the first error count."""
@@ -93,83 +103,106 @@ class RequestTrace:
         self.finish("the client has disconnected")
 
 
-def entries_of(
+def trace_entries(
     trace: RequestTrace, protocol: str, level: Sequence[str] = (TIMESTAMPS,)
 ) -> list[dict[str, Any]]:
     """Return the entries of a request that has ended, which the trace `level` selects.
 
     The first and last timestamps have the names of the `protocol`; a local request has none ("").
     """
-    entries = _timestamps(trace, protocol) if TIMESTAMPS in level else []
-    return [*entries, *_tensors(trace)] if TENSORS in level else entries
+    entries = _timestamp_entries(trace, protocol) if TIMESTAMPS in level else []
+    return [*entries, *_tensor_entries(trace)] if TENSORS in level else entries
 
 
-def _tensors(trace: RequestTrace) -> Iterator[dict[str, Any]]:
+def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:
     """Yield the entries of tensors; an input is recorded with each response of a request."""
-    inputs = {(each.span_id, each.name): each for each in trace.tensors if not each.is_output}
-    outputs = [each for each in trace.tensors if each.is_output]
+    inputs = {
+        (tensor_entry.span_id, tensor_entry.name): tensor_entry
+        for tensor_entry in trace.tensors
+        if not tensor_entry.is_output
+    }
+    outputs = [tensor_entry for tensor_entry in trace.tensors if tensor_entry.is_output]
     span_ids = {span.span_id for span in trace.spans}
     for span_id, is_output, name, datatype, shape, data in [*inputs.values(), *outputs]:
         if span_id in span_ids:
             activity = "TENSOR_BACKEND_OUTPUT" if is_output else "TENSOR_QUEUE_INPUT"
-            tensor = {"name": name, "data": data, "shape": shape, "dtype": datatype}
-            yield {"id": _number(span_id), "activity": activity, "tensor": tensor}
+            tensor_entry = {"name": name, "data": data, "shape": shape, "dtype": datatype}
+            yield {"id": _entry_id(span_id), "activity": activity, "tensor": tensor_entry}
 
 
-def _timestamps(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
+def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
     responded_ns = trace.responded_ns or trace.ended_ns
-    begins: list[tuple[str, int]] = []
-    ends: list[tuple[str, int]] = []
+    receive_timestamps: list[tuple[str, int]] = []
+    send_timestamps: list[tuple[str, int]] = []
     if protocol:
-        receive, send = _OF_PROTOCOL[protocol]
-        begins = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
-        ends = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
-    root = trace.scheduler.span_id
+        receive, send = _ACTIVITIES_BY_PROTOCOL[protocol]
+        receive_timestamps = [
+            (f"{receive}_START", trace.arrived_ns),
+            (f"{receive}_END", trace.submitted_ns),
+        ]
+        send_timestamps = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
+    root_span_id = trace.scheduler.span_id
     entries: list[dict[str, Any]] = []
     for span in trace.spans:
-        stamps = _stamps(span)
-        if span.span_id == root:
-            stamps = [*begins, ("REQUEST_START", trace.submitted_ns), *stamps[1:], *ends]
-        parent = "" if span.span_id == root else span.parent_id
-        entries += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
+        timestamps = _span_timestamps(span)
+        if span.span_id == root_span_id:
+            timestamps = [
+                *receive_timestamps,
+                ("REQUEST_START", trace.submitted_ns),
+                *timestamps[1:],
+                *send_timestamps,
+            ]
+        parent = "" if span.span_id == root_span_id else span.parent_id
+        entries += _span_entries(
+            span.span_id, span.model, span.version, span.request_id, parent, timestamps
+        )
     if not entries:  # the request has failed, so it has no entries of tensors
-        stamps = [
-            *begins,
+        timestamps = [
+            *receive_timestamps,
             ("REQUEST_START", trace.submitted_ns),
             ("REQUEST_END", responded_ns),
-            *ends,
+            *send_timestamps,
         ]
-        entries = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
+        entries = _span_entries(
+            root_span_id, trace.model, trace.version, trace.request_id, "", timestamps
+        )
     return entries
 
 
-def _stamps(span: Span) -> list[tuple[str, int]]:
-    executed = [(name, getattr(span, field)) for name, field in _EXECUTED]
+def _span_timestamps(span: Span) -> list[tuple[str, int]]:
+    compute_timestamps = [(name, getattr(span, field)) for name, field in _COMPUTE_ACTIVITIES]
     return [
         ("REQUEST_START", span.arrived_ns),
         ("QUEUE_START", span.enqueued_ns),
-        *(executed if span.compute_start_ns else ()),
+        *(compute_timestamps if span.compute_start_ns else ()),
         ("INFER_RESPONSE_COMPLETE", span.responded_ns),
         ("REQUEST_END", span.responded_ns),
     ]
 
 
-def _entry(
+def _span_entries(
     span_id: str,
     model: str,
     version: str,
     request_id: str,
     parent_id: str,
-    stamps: list[tuple[str, int]],
+    timestamps: list[tuple[str, int]],
 ) -> list[dict[str, Any]]:
-    number = _number(span_id)
-    about: dict[str, Any] = {"id": number, "model_name": model, "model_version": int(version)}
+    entry_id = _entry_id(span_id)
+    request_entry: dict[str, Any] = {
+        "id": entry_id,
+        "model_name": model,
+        "model_version": int(version),
+    }
     if request_id:
-        about["request_id"] = request_id
+        request_entry["request_id"] = request_id
     if parent_id:
-        about["parent_id"] = _number(parent_id)
-    return [about, {"id": number, "timestamps": [{"name": n, "ns": ns} for n, ns in stamps]}]
+        request_entry["parent_id"] = _entry_id(parent_id)
+    return [
+        request_entry,
+        {"id": entry_id, "timestamps": [{"name": n, "ns": ns} for n, ns in timestamps]},
+    ]
 
 
-def _number(span_id: str) -> int:
+def _entry_id(span_id: str) -> int:
     return int(span_id[:_ID_DIGITS], 16)

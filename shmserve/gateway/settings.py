@@ -37,18 +37,18 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([_ALPN_PROTOCOL])
-        pair = (
+        flags = (
             f"--grpc-server-cert, --grpc-server-key: '{self.server_cert}' and '{self.server_key}'"
         )
         try:
             context.load_cert_chain(self.server_cert, self.server_key, password=str)
         except OSError:
             raise InvalidArgument(
-                f"{pair} are not a certificate and its private key in PEM"
+                f"{flags} are not a certificate and its private key in PEM"
             ) from None
         if not _can_shake_hands(context):
             raise InvalidArgument(
-                f"{pair} have a type of key that clients reject (allowed: RSA, P-256, P-384)"
+                f"{flags} have a type of key that clients reject (allowed: RSA, P-256, P-384)"
             )
         if self.root_cert is not None:
             check_file("grpc-root-cert", self.root_cert)
@@ -66,24 +66,24 @@ def _can_shake_hands(context: ssl.SSLContext) -> bool:
     """Check whether the context completes a handshake with a client that has default settings."""
     import ssl
 
-    theirs = ssl.create_default_context()
-    theirs.check_hostname = False
-    theirs.verify_mode = ssl.CERT_NONE
-    theirs.set_alpn_protocols([_ALPN_PROTOCOL])
+    client_context = ssl.create_default_context()
+    client_context.check_hostname = False
+    client_context.verify_mode = ssl.CERT_NONE
+    client_context.set_alpn_protocols([_ALPN_PROTOCOL])
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    client = theirs.wrap_bio(to_client, to_server)
-    done: set[ssl.SSLObject] = set()
+    client = client_context.wrap_bio(to_client, to_server)
+    completed: set[ssl.SSLObject] = set()
     for _ in range(4):
-        for end in (client, server):
+        for peer in (client, server):
             try:
-                end.do_handshake()
-                done.add(end)
+                peer.do_handshake()
+                completed.add(peer)
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError:
                 return False
-    return len(done) == 2
+    return len(completed) == 2
 
 
 def check_file(flag: str, path: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
-from shmserve.gateway.request_trace import RequestTrace, entries_of
+from shmserve.gateway.request_trace import RequestTrace, trace_entries
 from shmserve.ipc.messages.supervision import RequestTraced
 from shmserve.ipc.trace import TraceContext
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 _NS_PER_MS = 1_000_000
-_HELD_S = 1.0  # A trace waits this long to be written together with later traces.
+_WRITE_DELAY_S = 1.0  # A trace waits this long to be written together with later traces.
 
 
 def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
@@ -40,28 +40,28 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
         OSError: The file cannot be written.
         ValueError: The file does not end with a JSON array.
     """
-    text = json.dumps(entries)[1:-1].encode()
+    encoded_entries = json.dumps(entries)[1:-1].encode()
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not file.seek(0, os.SEEK_END):
-            file.write(b"[" + text + b"]")
+            file.write(b"[" + encoded_entries + b"]")
             return
         file.seek(-1, os.SEEK_END)
         if file.read() != b"]":
             raise ValueError("it is not an array of traces")
         file.seek(-1, os.SEEK_END)
-        file.write(b"," + text + b"]")
+        file.write(b"," + encoded_entries + b"]")
 
 
-def next_file(path: str) -> str:
+def create_next_file(path: str) -> str:
     """Create the next of the files PATH.0, PATH.1, ..., and return its path."""
     for number in itertools.count():
-        name = f"{path}.{number}"
+        numbered_path = f"{path}.{number}"
         try:
-            Path(name).touch(exist_ok=False)
+            Path(numbered_path).touch(exist_ok=False)
         except FileExistsError:
             continue
-        return name
+        return numbered_path
     raise AssertionError  # this line is unreachable
 
 
@@ -69,7 +69,7 @@ class Tracer:
     """The traces of a gateway.
 
     Attributes:
-        active: Whether requests are traced that do not ask for a trace.
+        active: Whether requests that do not ask for a trace may be traced.
     """
 
     def __init__(self, slow_request_ms: int = 0, protocol: str = "HTTP") -> None:
@@ -79,27 +79,27 @@ class Tracer:
             slow_request_ms: The duration from which requests are logged; 0 logs none.
             protocol: "HTTP" or "GRPC".
         """
-        self._slow_ns = slow_request_ms * _NS_PER_MS
+        self._slow_request_ns = slow_request_ms * _NS_PER_MS
         self._protocol = protocol
         self._samplers = Samplers()
-        self._writing: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._exporter: Any = None  # an otel.Exporter if the settings enable OpenTelemetry
-        self.active = self._slow_ns > 0
+        self.active = self._slow_request_ns > 0
 
-    def use(self, settings: dict[str, dict[str, Any]]) -> None:
+    def apply_settings(self, settings: dict[str, dict[str, Any]]) -> None:
         """Apply settings by model; "" has the settings of all other models."""
         self._write_all()
         self._samplers.set(settings)
-        common = TraceSettings(**settings[""])
-        if common.trace_mode == OPENTELEMETRY and self._exporter is None:
+        default_settings = TraceSettings(**settings[""])
+        if default_settings.trace_mode == OPENTELEMETRY and self._exporter is None:
             # OpenTelemetry is an optional dependency, and slow to import.
             from shmserve.gateway.otel import Exporter
 
-            self._exporter = Exporter(common.exporter)
+            self._exporter = Exporter(default_settings.exporter)
             gc.freeze()  # The garbage collector need not scan the modules.
-        self.active = self._slow_ns > 0 or self._samplers.on
+        self.active = self._slow_request_ns > 0 or self._samplers.on
 
-    def begin(
+    def begin_trace(
         self,
         model: str,
         version: str,
@@ -112,23 +112,23 @@ class Tracer:
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
         sampled = sampler.samples(None if caller is None else caller.sampled)
-        if not (explained or sampled or caller or self._slow_ns):
+        if not (explained or sampled or caller or self._slow_request_ns):
             return None
         if caller is None:
             context = TraceContext.new(sampled)
         else:
             context = caller.child(sampled or caller.sampled)
         context = context._replace(tensors=sampled and sampler.settings.with_tensors)
-        of_model = (model, version, request_id)
-        return RequestTrace(self.finish, *of_model, context, arrived_ns, explained, sampled)
+        request_fields = (model, version, request_id)
+        return RequestTrace(self.finish, *request_fields, context, arrived_ns, explained, sampled)
 
-    def take(self, message: RequestTraced) -> None:
+    def record_local_request(self, message: RequestTraced) -> None:
         """Record the trace of a local client's request, which no gateway has received."""
         scheduler_context = TraceContext.of(message.trace)
         context = scheduler_context._replace(span_id=os.urandom(8).hex())
-        of_model = (message.model, message.version, message.request_id)
+        request_fields = (message.model, message.version, message.request_id)
         trace = RequestTrace(
-            self.finish, *of_model, context, message.arrived_ns, False, message.sampled, True
+            self.finish, *request_fields, context, message.arrived_ns, False, message.sampled, True
         )
         trace.scheduler, trace.submitted_ns = scheduler_context, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
@@ -137,7 +137,7 @@ class Tracer:
 
     def finish(self, trace: RequestTrace) -> None:
         """Log, export or write the trace of a request that has ended."""
-        if self._slow_ns and trace.ended_ns - trace.arrived_ns > self._slow_ns:
+        if self._slow_request_ns and trace.ended_ns - trace.arrived_ns > self._slow_request_ns:
             _log_slow(trace)
         if trace.sampled and self._exporter is not None:
             self._exporter.export(trace)
@@ -146,9 +146,9 @@ class Tracer:
             sampler.pending.append(trace)
             if len(sampler.pending) == sampler.settings.log_frequency:
                 self._write(sampler)
-            elif self._writing is None:
+            elif self._write_timer is None:
                 loop = asyncio.get_running_loop()
-                self._writing = loop.call_later(_HELD_S, self._write_all)
+                self._write_timer = loop.call_later(_WRITE_DELAY_S, self._write_all)
 
     def close(self) -> None:
         """Write or send the pending traces."""
@@ -157,9 +157,9 @@ class Tracer:
             self._exporter.close()
 
     def _write_all(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
         for sampler in self._samplers.all:
             if sampler.pending:
                 self._write(sampler)
@@ -171,12 +171,12 @@ class Tracer:
         if not path:
             return
         protocols = ("" if trace.local else self._protocol for trace in traces)
-        made = map(entries_of, traces, protocols, repeat(settings.trace_level))
-        entries = [each for entries in made for each in entries]
+        entry_lists = map(trace_entries, traces, protocols, repeat(settings.trace_level))
+        entries = [entry for entries in entry_lists for entry in entries]
         if not entries:
             return
         try:
-            append_entries(next_file(path) if settings.log_frequency else path, entries)
+            append_entries(create_next_file(path) if settings.log_frequency else path, entries)
         except (OSError, ValueError) as error:
             logger.error("%d traces cannot be written to '%s': %s", len(traces), path, error)
 

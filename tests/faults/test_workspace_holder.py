@@ -30,6 +30,6 @@ def test_the_holder_of_a_workspace_dies(tmp_path: Path) -> None:
                 with server.http() as http:
                     assert http.infer("holder", asked(-9)).status in (500, 503)
                 until("it is ready again", is_ready, within_s=20)
-            assert [each.result() for each in right] == [[0] * 40] * 4
+            assert [future.result() for future in right] == [[0] * 40] * 4
         with server.http() as http:  # all of the pool is free again
             http.infer("holder", asked(1)).ok()

@@ -177,10 +177,10 @@ async def _play(data: bytes) -> None:
                 await asyncio.sleep(0)
             client.look()
         scene.connection.connection_lost(None)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=10)
-        assert all(task.done() for task in others), "a task goes on"
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if other_tasks:
+            await asyncio.wait(other_tasks, timeout=10)
+        assert all(task.done() for task in other_tasks), "a task goes on"
         assert all(call.done for call in scene.begun)
         assert not scene.connection.http2.streams
         assert not scene.connection.http2.sending.waiting

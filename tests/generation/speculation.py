@@ -95,17 +95,22 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
         for text in itertools.product(range(SYMBOLS), repeat=LENGTH + 1)
     }
     assert all(joint[text] for text in counts)
-    likely = [text for text, each in joint.items() if each * texts >= 8]
-    found = [counts[text] for text in likely]
-    wanted = [joint[text] * texts for text in likely]
-    found, wanted = [*found, texts - sum(found) + 1], [*wanted, texts - sum(wanted) + 1]
-    return float(chisquare(found, wanted, sum_check=False).pvalue)
+    likely = [text for text, probability in joint.items() if probability * texts >= 8]
+    observed = [counts[text] for text in likely]
+    expected = [joint[text] * texts for text in likely]
+    observed, expected = (
+        [*observed, texts - sum(observed) + 1],
+        [*expected, texts - sum(expected) + 1],
+    )
+    return float(chisquare(observed, expected, sum_check=False).pvalue)
 
 
 def run(size: int, first: int = 0) -> str:
     """So many texts at each of the settings. Raises AssertionError."""
-    found = {str(settings): chance(settings, size, first) for settings in SETTINGS}
-    for settings, each in found.items():
-        assert each > LEAST, f"{settings}: p = {each:g}"
-    told = ", ".join(f"{settings} {each:.3f}" for settings, each in found.items())
-    return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {told}"
+    p_values = {str(settings): chance(settings, size, first) for settings in SETTINGS}
+    for settings, figures in p_values.items():
+        assert figures > LEAST, f"{settings}: p = {figures:g}"
+    summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
+    return (
+        f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"
+    )

@@ -35,7 +35,7 @@ class Curve:
     def timer(self, seed: int, length_s: float) -> Callable[[int, int], float]:
         """Times of batches of a size, at a time. A drift takes the middle half of `length_s`."""
         chance = random.Random(seed)
-        base = [each * MS for each in self.ms]
+        base = [ms * MS for ms in self.ms]
 
         def time_ns(size: int, now_ns: int) -> float:
             ns = base[size - 1] * (1 + self.jitter * chance.random() ** 2)
@@ -193,12 +193,12 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
     ]
     if not target_ms:
         factor = random.Random(seed).choice([1.15, 1.3, 1.6, 2.0, 3.0])
-        target_ms = factor * min(each.p99_ms for each in fixed)
-    within = [each for each in fixed if each.p99_ms <= target_ms]
+        target_ms = factor * min(result.p99_ms for result in fixed)
+    within = [result for result in fixed if result.p99_ms <= target_ms]
     best = max(within, key=lambda each: each.per_second)
     rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
-    made = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
-    return Compared(curve.name, load, target_ms, made, best)
+    adaptive = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
+    return Compared(curve.name, load, target_ms, adaptive, best)
 
 
 def main() -> None:
@@ -212,14 +212,14 @@ def main() -> None:
         for seed, curve in curves
         for number, load in enumerate(loads(curve, seed, args.requests))
     ]
-    for each in done:
-        if not each.holds:
-            print(each)
+    for result in done:
+        if not result.holds:
+            print(result)
     for kind in (0, 1):
-        some = [each for each in done if bool(each.load.clients) == bool(kind)]
+        some = [result for result in done if bool(result.load.clients) == bool(kind)]
         print(
             f"{'clients' if kind else 'Poisson'}: "
-            f"{sum(each.holds for each in some)} of {len(some)}; "
+            f"{sum(result.holds for result in some)} of {len(some)}; "
             f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in some)}; "
             f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in some):.2f} of the target, "
             f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in some):.2f}"

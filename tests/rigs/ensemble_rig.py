@@ -94,7 +94,7 @@ class EnsembleRig:
         cache_bytes: int = 0,
         arena_bytes: int = 1 << 27,
     ) -> None:
-        decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
+        decoupled = any(model["model_transaction_policy"]["decoupled"] for model in models)
         config = {
             "name": "e",
             "max_batch_size": 0,
@@ -122,8 +122,8 @@ class EnsembleRig:
         )
         self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, "e", cache)
         self.now_ns = 1_000 * MS
-        for each in models:
-            self.publish(each)
+        for model in models:
+            self.publish(model)
 
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
         """A model serves, at its own name unless it says otherwise."""
@@ -144,8 +144,8 @@ class EnsembleRig:
     ) -> None:
         """A request of the gateway's."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
-        wanted = tuple(map(RequestedOutput, outputs))
-        work = pack_inference(Inference((tensor,), wanted))
+        requested_outputs = tuple(map(RequestedOutput, outputs))
+        work = pack_inference(Inference((tensor,), requested_outputs))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 

@@ -74,12 +74,12 @@ class Transport(asyncio.Transport):
     def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Kind, flags, stream and payload of what was written since the last look."""
         data, self.written = self.written, b""
-        found = []
+        messages = []
         while data:
             end = 9 + int.from_bytes(data[:3], "big")
-            found.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
+            messages.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
             data = data[end:]
-        return found
+        return messages
 
 
 class Scene:
@@ -105,7 +105,7 @@ class Scene:
         self.disconnects = 0
         self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-        client = SimpleNamespace(disconnected=lambda: None, listener=rules)
+        client = SimpleNamespace(call_disconnect_actions=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
             connection_made=lambda _: client,
             connection_lost=self._on_disconnect,
@@ -146,8 +146,8 @@ class Scene:
         return frame(HEADERS, END_HEADERS, stream, post(path, *more))
 
     def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
-        asked = frame(DATA, END_STREAM, stream, message(data))
-        self.send(self.head(stream, UNARY, *more) + asked)
+        request_frames = frame(DATA, END_STREAM, stream, message(data))
+        self.send(self.head(stream, UNARY, *more) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
         """How calls ended since the last look, by stream: the status and what follows it."""

@@ -87,12 +87,12 @@ class LifecycleRig:
             if news:
                 self.known = self.number
                 self.lifecycle.acknowledged()
-            due = [each for each in self.pending if {each[0], each[0].split()[0]} & {*kinds}]
+            due = [item for item in self.pending if {item[0], item[0].split()[0]} & {*kinds}]
             if not (due or news):
                 return
-            for each in due:
-                self.pending.remove(each)
-                each[1]()
+            for item in due:
+                self.pending.remove(item)
+                item[1]()
 
     # --- the executor
 
@@ -122,9 +122,9 @@ class LifecycleRig:
         self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
-        made = Generation(spec, self, next(self._endpoints))
-        self.alive.append(made)
-        return made
+        version = Generation(spec, self, next(self._endpoints))
+        self.alive.append(version)
+        return version
 
     def start(self, version: Any) -> None:
         def started() -> None:

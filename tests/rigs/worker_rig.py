@@ -197,11 +197,11 @@ class Rig:
         """Run a batch of packed requests, whose keys are 1, 2, ..."""
         keyed = enumerate(works, 1)
         self.execute([Work(key, pid, *work, request_id, **said) for key, work in keyed])
-        replies = {each.key: each for each in self.finished.replies}
+        replies = {reply.key: reply for reply in self.finished.replies}
         assert sorted(replies) == list(range(1, len(works) + 1))
         return [
-            Reply(each.code, each.message, inferred_of(each) if each.code == "" else None)
-            for _, each in sorted(replies.items())
+            Reply(reply.code, reply.message, inferred_of(reply) if reply.code == "" else None)
+            for _, reply in sorted(replies.items())
         ]
 
     def execute(self, works: Sequence[Work]) -> None:
@@ -251,11 +251,11 @@ class Rig:
 def rig(folder: Path) -> Iterator[Rig]:
     """A rig for one test. What its models import is forgotten at the end: all are named alike."""
     path, modules = list(sys.path), set(sys.modules)
-    made = Rig(folder)
+    worker_rig = Rig(folder)
     try:
-        yield made
+        yield worker_rig
     finally:
-        made.close()
+        worker_rig.close()
         sys.path[:] = path
         for name in set(sys.modules) - modules:
             if name == "1" or name.startswith(("1.", "helper", "triton_python", "c_python")):

@@ -5,7 +5,13 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, POLICIES, PREEMPTION, EngineSettings
+from shmserve.ipc.engine_settings import (
+    ENGINE_PARAMETER,
+    LLM_BACKEND,
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    EngineSettings,
+)
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
@@ -22,8 +28,8 @@ def draw_models(random: Random) -> list[Model]:
 def share_process(models: list[Model]) -> None:
     """Schedule an ensemble in one process with its steps."""
     for model in models:
-        for each in (model, *model.steps) if model.steps else ():
-            each.group = model.name
+        for part in (model, *model.steps) if model.steps else ():
+            part.group = model.name
 
 
 def fix_sizes(models: list[Model], byte_size: int) -> None:
@@ -33,7 +39,9 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
             for step, maps in zip(model.steps, model.maps, strict=True):
-                in_sizes = [sizes[maps["input_map"][each["name"]]] for each in step.config["input"]]
+                in_sizes = [
+                    sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
+                ]
                 read = bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
                 out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(read, "000")[0])
                 step.config.update(_tensors(in_sizes, out_size))
@@ -42,7 +50,7 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
 
 def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
     """Return inputs and outputs of these sizes."""
-    inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), in_sizes, strict=False)]
+    inputs = [{**tensor, "dims": [size]} for tensor, size in zip((IN, IN2), in_sizes, strict=False)]
     outputs = [{**OUT, "dims": [out_size]}, {**WHO, "dims": [len("000")]}]
     return {"input": inputs, "output": outputs}
 
@@ -194,16 +202,16 @@ def generative(random: Random, name: str) -> Model:
         "max_tokens_per_batch": random.choice((10, 64)),
         "prefill_chunk_size": random.choice((3, 16, 32)),
         "max_waiting_requests": random.choice((5, 20, 500)),
-        "scheduling_policy": random.choice(POLICIES),
-        "preemption_mode": random.choice(PREEMPTION),
+        "scheduling_policy": random.choice(SCHEDULING_POLICIES),
+        "preemption_mode": random.choice(PREEMPTION_MODES),
         "enable_preemption": random.random() < 0.9,
         "enable_prefix_caching": random.random() < 0.8,
         "speculative_decoding": speculation if random.random() < 0.3 else {},
     }
     more: dict[str, Any] = {
-        "backend": GENERATIVE,
+        "backend": LLM_BACKEND,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {PARAMETER: {"string_value": EngineSettings.of(settings).text}},
+        "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
     behaviour = {
         **_behaviour(random),

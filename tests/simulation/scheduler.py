@@ -162,7 +162,7 @@ class SchedulerProcess(Process):
     def sent_to(self, worker: Process) -> list[Any]:
         """Remove and return all messages that were sent to a worker."""
         links = self._workers.links.values()
-        return [each for link in links if link.target is worker for each in link.sent()]
+        return [message for link in links if link.target is worker for message in link.sent()]
 
     def links(self) -> list[Link]:
         return [*self._clients.links.values(), *self._workers.links.values()]
@@ -189,8 +189,8 @@ class SchedulerProcess(Process):
 
     def _check_limit(self) -> None:
         """Check that at most one limited model executes, since all need the only resource."""
-        limited = [each for each in self.hosts.values() if each.alive and each.model.limited]
-        busy = sum(each.trace.busy for each in limited)
+        limited = [host for host in self.hosts.values() if host.alive and host.model.limited]
+        busy = sum(host.trace.busy for host in limited)
         if busy > 1:
             raise Violation(
                 f"{self.title}: {busy} executions have a resource of which there is one"

@@ -236,9 +236,9 @@ class Simulation:
         for model in self.models:
             if model.steps:
                 group = "" if model.group else model.name
-                for each in (model, *model.steps):
-                    each.group = group
-                    self.supervisor.move(each)
+                for part in (model, *model.steps):
+                    part.group = group
+                    self.supervisor.move(part)
 
     def _stall(self) -> None:
         links = self.supervisor.links()

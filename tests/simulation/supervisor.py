@@ -49,7 +49,7 @@ class Version:
         return self.scheduler.endpoint
 
     def worker(self, pid: int) -> Worker | None:
-        return next((each for each in self.workers.values() if each.pid == pid), None)
+        return next((worker for worker in self.workers.values() if worker.pid == pid), None)
 
 
 class Supervisor(Process):
@@ -95,8 +95,8 @@ class Supervisor(Process):
 
     def _ensembles(self) -> list[SchedulerProcess]:
         versions = [version for version in self.versions if version.model.steps]
-        schedulers = [each for v in versions for each in (v.scheduler, v.former)]
-        return [each for each in schedulers if each is not None]
+        schedulers = [scheduler for v in versions for scheduler in (v.scheduler, v.former)]
+        return [scheduler for scheduler in schedulers if scheduler is not None]
 
     def _send_ticket(self, address: Any, message: Any) -> None:
         if address in self._links:

@@ -119,9 +119,9 @@ class Worker(Process):
 
         Work of the predecessor is discarded, except its releases in transit.
         """
-        for each in self._sent_last():
-            if isinstance(each, m.ReleaseOutputs | m.ReaderExited):
-                self._hear(each)
+        for message in self._sent_last():
+            if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
+                self._hear(message)
         self._batches.clear()
         self._open.clear()
         self._streams.clear()
@@ -140,8 +140,8 @@ class Worker(Process):
         """Return the messages that the scheduler has sent and that were not handled yet."""
         if self._host is None:
             return []
-        words = [each for each in self._inbox if isinstance(each, tuple)]
-        arrived = [each for host, each in words if host is self._host]
+        words = [word for word in self._inbox if isinstance(word, tuple)]
+        arrived = [word for host, word in words if host is self._host]
         return arrived + self._host.sent_to(self)
 
     def _hear(self, message: Any) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from shmserve.errors import InvalidArgument, clip, suggestion
 from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as api
-from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
@@ -44,9 +44,9 @@ def serving(gateway: Gateway) -> HealthCheckResponse:
 
 # The member of a setting's oneof, and its name in Triton's errors.
 _KINDS = {
-    **dict.fromkeys(SWITCHES, ("bool_param", "boolean")),
-    LEVEL: ("uint32_param", "int32"),
-    FORMAT: ("string_param", "string"),
+    **dict.fromkeys(LOG_SWITCHES, ("bool_param", "boolean")),
+    LOG_LEVEL: ("uint32_param", "int32"),
+    LOG_FORMAT: ("string_param", "string"),
 }
 
 
@@ -79,11 +79,11 @@ class AdminCall:
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Handle ServerMetadata."""
-        return pb.ServerMetadataResponse(**management.server(self.gateway))
+        return pb.ServerMetadataResponse(**management.server_metadata(self.gateway))
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """Handle ModelMetadata. With a version in the request, only this version is listed."""
-        described = await management.model(
+        described = await management.model_metadata(
             self.gateway, request.name, checked_version(request.version)
         )
         return ParseDict(described, pb.ModelMetadataResponse())
@@ -98,7 +98,7 @@ class AdminCall:
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
         """Handle ModelStatistics, of all models without a name."""
-        reports = await management.reported(
+        reports = await management.model_statistics(
             self.gateway, request.name, checked_version(request.version)
         )
         return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
@@ -108,7 +108,7 @@ class AdminCall:
     ) -> pb.RepositoryIndexResponse:
         """Handle RepositoryIndex."""
         management.check_repository(request.repository_name)
-        models = await management.index(self.gateway, only_ready=request.ready)
+        models = await management.repository_index(self.gateway, only_ready=request.ready)
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
     async def repository_model_load(self, request: pb.RepositoryModelLoadRequest) -> None:
@@ -129,7 +129,7 @@ class AdminCall:
                     f"unrecognized load parameter '{clip(key)}'. Allowed are 'config' and "
                     f"'file:PATH'{suggestion(key, ('config',))}"
                 )
-        await management.load(self.gateway, self.client, request.model_name, config, files)
+        await management.load_model(self.gateway, self.client, request.model_name, config, files)
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
         """Handle RepositoryModelUnload."""
@@ -139,7 +139,7 @@ class AdminCall:
             if key == "unload_dependents":
                 _expect(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
                 dependents = parameter.bool_param
-        await management.unload(self.gateway, request.model_name, dependents=dependents)
+        await management.unload_model(self.gateway, request.model_name, dependents=dependents)
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""
@@ -154,7 +154,7 @@ class AdminCall:
         """Handle LogSettings: apply all changes or none, and return all settings."""
         settings = await management.change_log_settings(self.gateway, _changes(request))
         response = pb.LogSettingsResponse()
-        response.settings[FILE].string_param = settings[FILE]
+        response.settings[LOG_FILE].string_param = settings[LOG_FILE]
         for name, (kind, _) in _KINDS.items():
             setattr(response.settings[name], kind, settings[name])
         return response
@@ -164,7 +164,7 @@ class AdminCall:
     ) -> pb.SystemSharedMemoryStatusResponse:
         """Handle SystemSharedMemoryStatus, of all regions of the client's user without a name."""
         response = pb.SystemSharedMemoryStatusResponse()
-        for region in api.visible(self.gateway, self.client, request.name):
+        for region in api.visible_regions(self.gateway, self.client, request.name):
             entry = response.regions[region.name]
             entry.name, entry.key = region.name, region.key
             entry.offset, entry.byte_size = region.offset, region.byte_size
@@ -173,21 +173,21 @@ class AdminCall:
     async def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
         """Handle SystemSharedMemoryRegister."""
         peer = self.client.peer()
-        api.check_name(request.name)
+        api.check_region_name(request.name)
         size = whole(request.byte_size, "byte_size")
         offset = whole(request.offset, "offset")
-        await api.register(self.gateway, peer, request.name, request.key, offset, size)
+        await api.register_system(self.gateway, peer, request.name, request.key, offset, size)
 
     async def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> None:
         """Handle SystemSharedMemoryUnregister, of all regions without a name."""
-        await api.unregister(self.gateway, self.client, request.name)
+        await api.unregister_regions(self.gateway, self.client, request.name)
 
     async def cuda_status(
         self, request: pb.CudaSharedMemoryStatusRequest
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Handle CudaSharedMemoryStatus, of all regions of the client's user without a name."""
         response = pb.CudaSharedMemoryStatusResponse()
-        for region in api.visible(self.gateway, self.client, request.name, cuda=True):
+        for region in api.visible_regions(self.gateway, self.client, request.name, cuda=True):
             assert region.memory.cuda is not None
             entry = response.regions[region.name]
             entry.name, entry.device_id = region.name, region.memory.cuda.device
@@ -202,7 +202,7 @@ class AdminCall:
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
         """Handle CudaSharedMemoryUnregister, of all regions without a name."""
-        await api.unregister(self.gateway, self.client, request.name, cuda=True)
+        await api.unregister_regions(self.gateway, self.client, request.name, cuda=True)
 
 
 def _expect(kind: str | None, expected: str, of: str, key: str) -> None:
@@ -212,8 +212,8 @@ def _expect(kind: str | None, expected: str, of: str, key: str) -> None:
 
 
 def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
-    if FILE in request.settings:
-        raise management.refuse_file()
+    if LOG_FILE in request.settings:
+        raise management.log_file_error()
     changes: dict[str, Any] = {}
     for name, (kind, word) in _KINDS.items():
         if name not in request.settings:
@@ -222,8 +222,8 @@ def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
         if expected.WhichOneof("parameter_choice") != kind:
             raise InvalidArgument(f"expect {word} for '{name}'")
         changes[name] = getattr(expected, kind)
-    if changes.get(FORMAT, FORMATS[0]) not in FORMATS:
-        raise InvalidArgument(f"invalid argument for log_format, got: {changes[FORMAT]}")
+    if changes.get(LOG_FORMAT, FORMATS[0]) not in FORMATS:
+        raise InvalidArgument(f"invalid argument for log_format, got: {changes[LOG_FORMAT]}")
     return changes
 
 

@@ -93,7 +93,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.lifetime.end()
         self._drop_calls()
         self._owner.connection_lost(self)
-        self.client.disconnected()
+        self.client.call_disconnect_actions()
 
     def _drop_calls(self) -> None:
         streams = list(self.http2.streams.values())

@@ -18,7 +18,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.context import UNLIMITED, Gateway, awaits_load, resolve_model
+from shmserve.gateway.context import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import release
@@ -27,22 +27,22 @@ from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.inference import (
     ActiveCount,
-    Message,
+    StreamedResponse,
     StreamingInference,
     UnaryInference,
-    classified_as_requested,
-    fail,
+    classify_outputs,
     output_bytes,
+    record_failure,
     submit,
 )
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
     BuiltRequest,
-    build,
+    build_request,
     build_with_template,
-    receive,
+    reserve_tensors,
 )
-from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
+from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
@@ -56,7 +56,7 @@ _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _UNLOADED = "the model was unloaded while the request arrived"
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
-OnStreamed = Callable[[StreamingInference, Message], None]
+OnStreamed = Callable[[StreamingInference, StreamedResponse], None]
 
 
 class RequestRefused(Exception):
@@ -92,7 +92,7 @@ class Inferences(ActiveCount):
             headers = self.headers(call.head) if pattern else _NO_HEADERS
             inference = self.begin(raw, call, headers, partial(self._respond, call))
         except Exception as error:
-            if isinstance(error, RequestRefused) and self.awaits_load(raw):
+            if isinstance(error, RequestRefused) and self.needs_load(raw):
                 task = asyncio.ensure_future(self._infer_once_loaded(raw, call))
                 call.on_disconnect = task.cancel
             else:
@@ -132,7 +132,7 @@ class Inferences(ActiveCount):
         if not pattern:
             return _NO_HEADERS
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
-        return forwarded_headers(pattern, metadata)
+        return select_forwarded_headers(pattern, metadata)
 
     def sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
         """Return the receiver of a large request, which writes its tensors into the arena."""
@@ -160,50 +160,50 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built = self._read(raw, headers, streamed=on_streamed is not None)
+        built_request = self._read(raw, headers, streamed=on_streamed is not None)
         inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
-        if built.model.decoupled:
+        if built_request.model.decoupled:
             if on_streamed is None:
-                built.release()
-                raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
+                built_request.release()
+                raise RequestRefused(Unsupported(_DECOUPLED), built_request.infer_request.id)
             inference_args = (StreamingInference, on_streamed)
         limit = UNLIMITED
         if call.head.timeout_s is not None:
             limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit(
-                *(self.gateway, built, call.client, arrived_ns, *inference_args),
+                *(self.gateway, built_request, call.client, arrived_ns, *inference_args),
                 call_limit=limit,
                 traceparent=call.head.traceparent,
             )
             return inference
         except ShmserveError as error:
-            raise RequestRefused(error, built.infer_request.id) from None
+            raise RequestRefused(error, built_request.infer_request.id) from None
 
     def _read(
         self, raw: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         if type(raw) is ArrivingRequest:
-            self.gateway.malloc_trim.soon(len(raw))
-            if not raw.built.model.published and self.awaits_load(raw):
-                raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
-            return raw.built
+            self.gateway.malloc_trim.schedule(len(raw))
+            if not raw.built_request.model.is_published and self.needs_load(raw):
+                raise RequestRefused(Unavailable(_UNLOADED), raw.built_request.infer_request.id)
+            return raw.built_request
         if headers:  # metadata become parameters that the message does not contain
             return self._parse(raw, None, headers, streamed=streamed)
         try:
-            built = self._prepared.find(raw)
-            parts = split(raw) if built is None else None
+            built_request = self._prepared.find(raw)
+            parts = split(raw) if built_request is None else None
             if parts is not None:
-                built = self._prepared.repeat(raw, parts)
+                built_request = self._prepared.repeat(raw, parts)
         except ShmserveError as error:
             raise RequestRefused(error, _id_of(raw)) from None
-        return built or self._parse(raw, parts, headers, streamed=streamed)
+        return built_request or self._parse(raw, parts, headers, streamed=streamed)
 
     def _parse(
         self, raw: bytes, parts: Split | None, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         request_id = ""
-        self.gateway.malloc_trim.soon(len(raw))
+        self.gateway.malloc_trim.schedule(len(raw))
         try:
             message = _parsed(raw)
             request_id = message.id
@@ -214,7 +214,7 @@ class Inferences(ActiveCount):
             request = infer_request(message)
             request.parameters |= headers
             if parts is None:
-                return build(self.gateway, model, request)
+                return build_request(self.gateway, model, request)
             if parts.contents:
                 # The tensors follow each other, as in an HTTP body.
                 for tensor in request.inputs:
@@ -222,13 +222,13 @@ class Inferences(ActiveCount):
                         tensor.binary_size, tensor.data = len(tensor.data), None
             body = b"".join(parts.contents)
             if any(tensor.data is not None for tensor in request.inputs):
-                return build(self.gateway, model, request, body)
-            built, template = build_with_template(self.gateway, model, request, body, 0)
+                return build_request(self.gateway, model, request, body)
+            built_request, template = build_with_template(self.gateway, model, request, body, 0)
         except ShmserveError as error:
             raise RequestRefused(error, request_id) from None
         if template is not None:
             self._prepared.store(parts, request, model, template)
-        return built
+        return built_request
 
     def _receive(
         self, call: CallHead, size: int, head: bytes, first_size: int
@@ -257,7 +257,7 @@ class Inferences(ActiveCount):
                 tensor.data = None
             if any(tensor.memory_range is not None or tensor.binary_size < 0 for tensor in inputs):
                 return None
-            return receive(self.gateway, model, request, size)
+            return reserve_tensors(self.gateway, model, request, size)
         except (ShmserveError, DecodeError):
             return None
 
@@ -275,59 +275,63 @@ class Inferences(ActiveCount):
             if response is None:
                 response = self._encoded(inference, inference.take())
         except ShmserveError as error:
-            fail(inference.built, error)
+            record_failure(inference.built_request, error)
             raise
         inference.message = None
-        if inference.built.trace is not None:
-            inference.built.trace.finish()
+        if inference.built_request.trace is not None:
+            inference.built_request.trace.finish()
         return response
 
     def _encoded(self, inference: UnaryInference, message: m.Finished | m.Responded) -> bytes:
-        built = inference.built
+        built_request = inference.built_request
         inferred = inference.outputs(message)
-        explained = built.trace is not None and built.trace.explained
+        explained = built_request.trace is not None and built_request.trace.explained
         schema = b"" if explained else message.schema
         try:
-            encoded = self.encode(built, schema, inferred)
+            encoded = self.encode(built_request, schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
-        self.gateway.malloc_trim.soon(len(encoded))
-        if built.responses is not None and _is_plain(built.infer_request, inferred):
-            in_regions = built.infer_request.region_outputs
-            template = self.encoder.template(built.model, schema, inferred, in_regions)
-            built.responses.store(schema, template)
+        self.gateway.malloc_trim.schedule(len(encoded))
+        if built_request.responses is not None and _is_plain(built_request.infer_request, inferred):
+            in_regions = built_request.infer_request.region_outputs
+            template = self.encoder.template(built_request.model, schema, inferred, in_regions)
+            built_request.responses.store(schema, template)
         return encoded
 
-    def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
+    def encode(self, built_request: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
         """Return a response with this schema as a serialized ModelInferResponse.
 
         Raises:
             InvalidArgument: An output cannot be classified.
             Internal: An output has another size than its shape, or the response is too large.
         """
-        request = built.infer_request
-        shown = classified_as_requested(self.gateway, built.model, request, inferred)
+        request = built_request.infer_request
+        shown = classify_outputs(self.gateway, built_request.model, request, inferred)
         in_regions = request.region_outputs
         contents: list[bytes | memoryview] = []
         for tensor in shown.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
         cacheable_schema = schema if shown is inferred else b""
-        return self.encoder.encode(built.model, request.id, cacheable_schema, shown, contents)
+        return self.encoder.encode(
+            built_request.model, request.id, cacheable_schema, shown, contents
+        )
 
     # --- models that are loaded on demand
 
-    def awaits_load(self, raw: bytes | ArrivingRequest) -> bool:
+    def needs_load(self, raw: bytes | ArrivingRequest) -> bool:
         """Return whether the model of a refused request is loaded on demand, with `load`."""
         if not isinstance(raw, bytes):
-            return awaits_load(self.gateway, raw.built.model.name, raw.built.model.version)
+            return needs_load(
+                self.gateway, raw.built_request.model.name, raw.built_request.model.version
+            )
         try:
             message = _parsed(raw)
             version = checked_version(message.model_version)
         except ShmserveError:
             return False
-        return awaits_load(self.gateway, message.model_name, version)
+        return needs_load(self.gateway, message.model_name, version)
 
     async def load(self, raw: bytes | ArrivingRequest, remaining_s: float | None) -> None:
         """Load the model of a request, within the time limits of the request and its call.
@@ -340,8 +344,8 @@ class Inferences(ActiveCount):
             request = infer_request(message)
             name, version = message.model_name, message.model_version
         else:
-            model = raw.built.model
-            request, name, version = raw.built.infer_request, model.name, model.version
+            model = raw.built_request.model
+            request, name, version = raw.built_request.infer_request, model.name, model.version
         self.active += 1
         try:
             is_deadline = self.gateway.settings.request_timeout_is_deadline

@@ -26,10 +26,10 @@ from shmserve.gateway.grpc.wire.response import (
     streamed_error,
 )
 from shmserve.gateway.inference.inference import (
-    Message,
+    StreamedResponse,
     StreamingInference,
     UnaryInference,
-    is_last,
+    is_last_response,
 )
 from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.ipc.messages import inference as m
@@ -80,10 +80,12 @@ class StreamEntry:
         self.request = request
         self.size = size
         # Whether the responses contain the outputs as the worker sent them.
-        outputs = request.built.infer_request.outputs
+        outputs = request.built_request.infer_request.outputs
         self._plain = not any(output.memory_range or output.classes for output in outputs)
 
-    def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
+    def encode(
+        self, message: StreamedResponse, *, strict: bool
+    ) -> tuple[bytes | None, Inferred | None]:
         """Encode a response.
 
         Returns:
@@ -92,9 +94,9 @@ class StreamEntry:
         Raises:
             ShmserveError: The response is an error, and the stream is `strict`.
         """
-        final = is_last(message)
-        built = self.request.built
-        infer_request, model = built.infer_request, built.model
+        final = is_last_response(message)
+        built_request = self.request.built_request
+        infer_request, model = built_request.infer_request, built_request.model
         if (filled := self.request.from_template(message)) is not None:
             return streamed(filled, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
@@ -104,7 +106,7 @@ class StreamEntry:
             if inferred is None:
                 end = streamed_end(model.name, infer_request.version, infer_request.id)
                 return end if infer_request.empty_final else None, None
-            response = self._inferences.encode(built, schema, inferred)
+            response = self._inferences.encode(built_request, schema, inferred)
         except ShmserveError as error:
             if strict:
                 raise
@@ -125,7 +127,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: flo
     """
     stream = _Stream(inferences, call)
     # Until the end, the call holds the unread response and received parts of further requests.
-    call.on_ended = lambda: stream.trim.soon(stream.total)
+    call.on_ended = lambda: stream.trim.schedule(stream.total)
     reader = asyncio.create_task(stream.read())
     try:
         await stream.write(stall_s)
@@ -155,7 +157,7 @@ class _Stream:
         self._ordered: deque[tuple[_Ordered, int]] = deque()
         self._decoupled: dict[StreamingInference, StreamEntry] = {}
         # The responses of decoupled models, in the order of arrival.
-        self._outbox: deque[tuple[StreamingInference, Message]] = deque()
+        self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._ended = False  # the client has half-closed the call
         self._progress = asyncio.Event()
         self.total = 0
@@ -173,14 +175,14 @@ class _Stream:
                     raise
                 await self._take(raw, size)
                 self.total += len(raw)
-                self.trim.soon(len(raw))
+                self.trim.schedule(len(raw))
         finally:
             self._ended = True
             self._progress.set()
 
     async def _take(self, raw: bytes | ArrivingRequest, size: int) -> None:
         inferences, entry = self._inferences, self._submitted(raw)
-        if isinstance(entry, RequestRefused) and inferences.awaits_load(raw):
+        if isinstance(entry, RequestRefused) and inferences.needs_load(raw):
             try:
                 await inferences.load(raw, self._call.time_remaining())
             except RequestRefused as refused:
@@ -208,7 +210,7 @@ class _Stream:
     def _on_response(self, _: UnaryInference) -> None:
         self._progress.set()
 
-    def _on_streamed(self, request: StreamingInference, message: Message) -> None:
+    def _on_streamed(self, request: StreamingInference, message: StreamedResponse) -> None:
         self._outbox.append((request, message))
         self._progress.set()
 
@@ -254,7 +256,7 @@ class _Stream:
             if response is not None:
                 responses.append(response)
                 size += len(response)
-            written.append((streamed_request, inferred, is_last(message)))
+            written.append((streamed_request, inferred, is_last_response(message)))
         await self._send(responses, stall_s)
         for streamed_request, inferred, last in written:
             streamed_request.request.credit(inferred)
@@ -296,7 +298,9 @@ class _Stream:
                 raise
             if isinstance(entry, RequestRefused):
                 return streamed_error(error.message, entry.request_id)
-            return streamed_error(error.message, entry.submit.request_id, entry.built.model.name)
+            return streamed_error(
+                error.message, entry.submit.request_id, entry.built_request.model.name
+            )
 
     async def _send(self, responses: Sequence[bytes], stall_s: float) -> None:
         if not responses:

@@ -86,7 +86,7 @@ class HttpConnection(Incoming):
         if begun is not None:
             begun.cancel()
             self._app.decrement()
-        self.client.disconnected()
+        self.client.call_disconnect_actions()
 
     def _end_if_idle(self) -> None:
         since = self.idle_since

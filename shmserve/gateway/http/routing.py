@@ -194,7 +194,7 @@ def authorise(route: Route, request: HttpRequest, cors: Cors | None = None) -> N
     is_allowed = cors is not None and cors.allows(request)
     if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST" and not is_allowed:
         raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
-    if (refusal := request.connection.client.refuse(route.scope, headers)) is not None:
+    if (refusal := request.connection.client.find_access_error(route.scope, headers)) is not None:
         raise refusal
 
 
@@ -237,7 +237,7 @@ class Cors:
             PermissionDenied: The origin is not allowed.
         """
         headers = request.headers
-        if (refusal := request.connection.client.refuse_host(headers)) is not None:
+        if (refusal := request.connection.client.find_host_error(headers)) is not None:
             raise refusal
         if not self.allows(request):
             raise PermissionDenied("pages of this origin are not allowed (--cors-allow-origin)")

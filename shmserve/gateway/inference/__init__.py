@@ -8,7 +8,7 @@
        │
     BuiltRequest ──submit──> UnaryInference, StreamingInference              inference.py
        │
-       ├── schema of the response known ─────> its template, in UnaryInference.responded
+       ├── schema of the response known ─────> its template, by UnaryInference.handle_response
        └── any other ────────────────────────> unpack, classified_as_requested
        │
     encoded by its protocol

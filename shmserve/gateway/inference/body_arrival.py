@@ -20,11 +20,11 @@ from operator import attrgetter, methodcaller
 
 from shmserve.errors import ShmserveError, Unavailable
 
-LARGE = 1024 * 1024
-_PAUSE_S = 0.5
+LARGE_BYTES = 1024 * 1024
+_TRIM_DELAY_S = 0.5
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
-# Bytes: each extends the time limit of a body by a second.
+# The number of received bytes that extends the time limit of a body by one second.
 SLOWEST_RATE = 64 * 1024
 
 
@@ -34,13 +34,13 @@ class MallocTrim:
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 
-    def soon(self, byte_size: int) -> None:
+    def schedule(self, byte_size: int) -> None:
         """Trim after a pause if `byte_size` is large. Each call restarts the pause."""
-        if byte_size < LARGE:
+        if byte_size < LARGE_BYTES:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_PAUSE_S, self._trim)
+        self._timer = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
         self._timer = None
@@ -54,7 +54,7 @@ class BodyBudget:
     Args:
         capacity: The limit of the bytes of all bodies outside of the arena. A single body has a
             limit of its own.
-        trim: Is notified of released memory.
+        trim: The timer that returns released memory to the system.
     """
 
     def __init__(self, capacity: int, trim: MallocTrim) -> None:
@@ -73,8 +73,8 @@ class BodyBudget:
         body.heap_bytes += byte_size
         self._used += byte_size
         if self._used > max(self._capacity, body.heap_bytes):
-            for slow in self._slow(attrgetter("heap_bytes")):
-                slow.evict()
+            for slow_body in self._slow_bodies(attrgetter("heap_bytes")):
+                slow_body.evict()
                 if self._used <= max(self._capacity, body.heap_bytes):
                     break
             else:
@@ -88,7 +88,7 @@ class BodyBudget:
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
         self._used -= heap_bytes
         self._bodies.discard(body)
-        self._trim.soon(heap_bytes)
+        self._trim.schedule(heap_bytes)
 
     def register(self, body: Arrival) -> None:
         """Register a body that has a block of the arena."""
@@ -96,19 +96,19 @@ class BodyBudget:
 
     def evict(self) -> Iterator[None]:
         """Evict the slow bodies with an arena block, the slowest first; yield after each one."""
-        for body in self._slow(attrgetter("has_block")):
+        for body in self._slow_bodies(attrgetter("has_block")):
             body.evict()
             yield
 
-    def _slow(self, useful: Callable[[Arrival], int]) -> list[Arrival]:
-        """Return the slow bodies whose eviction is `useful`, the slowest first."""
+    def _slow_bodies(self, is_useful: Callable[[Arrival], int]) -> list[Arrival]:
+        """Return the slow bodies whose eviction is `is_useful`, the slowest first."""
         now = time.monotonic()
-        slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
-        return sorted(slow, key=methodcaller("rate", now))
+        slow_bodies = [body for body in self._bodies if is_useful(body) and body.is_slow(now)]
+        return sorted(slow_bodies, key=methodcaller("rate", now))
 
 
 # A body is not evicted before this fraction of `body_timeout_s` has passed.
-_GRACE = 1 / 30
+_GRACE_FRACTION = 1 / 30
 # A body that arrives at a lower rate, in bytes per second, may be evicted.
 _SLOW_RATE = 1024 * 1024
 
@@ -133,11 +133,13 @@ class Arrival:
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
         self._timeout_s = body_timeout_s
         self._budget = budget
-        self._began = time.monotonic()
-        self._waiting: asyncio.Timeout | None = None  # the timeout of the current wait for bytes
-        self._since = 0.0  # the start of the current wait
-        self._waited_s = 0.0  # the total time of the earlier waits
-        self._release: Callable[[], None] | None = None
+        self._started_at = time.monotonic()
+        self._current_timeout: asyncio.Timeout | None = (
+            None  # the timeout of the current wait for bytes
+        )
+        self._wait_started_at = 0.0  # the start of the current wait
+        self._earlier_waits_s = 0.0  # the total time of the earlier waits
+        self._release_block: Callable[[], None] | None = None
         self._evicted = False
         self.received = 0
         self.heap_bytes = 0
@@ -148,17 +150,17 @@ class Arrival:
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
         """
-        limit = self._began + self._timeout_s + self.received / SLOWEST_RATE
-        self._since = time.monotonic()
+        deadline = self._started_at + self._timeout_s + self.received / SLOWEST_RATE
+        self._wait_started_at = time.monotonic()
         try:
-            async with asyncio.timeout(limit - self._since) as self._waiting:
+            async with asyncio.timeout(deadline - self._wait_started_at) as self._current_timeout:
                 data = await read
         except TimeoutError:
             self.check()
             raise BodyTimeout("the request body did not arrive in time") from None
         finally:
-            self._waited_s = self._waited(time.monotonic())
-            self._waiting = None
+            self._earlier_waits_s = self._total_wait_s(time.monotonic())
+            self._current_timeout = None
         self.check()
         self.received += len(data)
         return data
@@ -180,7 +182,7 @@ class Arrival:
 
     def register_block(self, release: Callable[[], None]) -> None:
         """Register an arena block until `release_budget`; eviction calls `release`."""
-        self._release = release
+        self._release_block = release
         self._budget.register(self)
 
     @contextmanager
@@ -190,35 +192,37 @@ class Arrival:
         try:
             yield
         finally:
-            self._release = None
+            self._release_block = None
 
     # --- eviction
 
     @property
     def has_block(self) -> bool:
         """Return whether eviction releases an arena block."""
-        return self._release is not None
+        return self._release_block is not None
 
     def rate(self, now: float) -> float:
         """Return the received bytes per second of waiting."""
-        return self.received / max(self._waited(now), 1e-9)
+        return self.received / max(self._total_wait_s(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:
         """Return whether the body may be evicted."""
-        grace_s = _GRACE * self._timeout_s
-        return self._waited(now) > grace_s and self.rate(now) < _SLOW_RATE
+        grace_s = _GRACE_FRACTION * self._timeout_s
+        return self._total_wait_s(now) > grace_s and self.rate(now) < _SLOW_RATE
 
-    def _waited(self, now: float) -> float:
-        return self._waited_s + (now - self._since if self._waiting is not None else 0.0)
+    def _total_wait_s(self, now: float) -> float:
+        return self._earlier_waits_s + (
+            now - self._wait_started_at if self._current_timeout is not None else 0.0
+        )
 
     def evict(self) -> None:
         """Release the memory of the body, and end the wait for it with BodyTimeout."""
         self._evicted = True
         self._budget.release(self)
-        if self._release is not None:
-            self._release()
-        if self._waiting is not None and not self._waiting.expired():
-            self._waiting.reschedule(0)
+        if self._release_block is not None:
+            self._release_block()
+        if self._current_timeout is not None and not self._current_timeout.expired():
+            self._current_timeout.reschedule(0)
 
     def check(self) -> None:
         """Raise BodyTimeout if the body was evicted, and its memory released."""

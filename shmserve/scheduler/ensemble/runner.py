@@ -72,9 +72,9 @@ class StepRunner:
         """Handle a message of the scheduler at `endpoint`."""
         step = None
         if type(message) is Finished:
-            step = self.schedulers.take_finished(endpoint, message)
+            step = self.schedulers.remove_finished(endpoint, message)
         if step is None:
-            self.schedulers.take(endpoint, message)
+            self.schedulers.handle(endpoint, message)
         else:
             self._requests.changed[step.request] = None
             self._respond(step, message, now_ns)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class StepRunner:
         """Resubmit the requests of a lost scheduler to the current schedulers of their models."""
         self._targets.replace_scheduler(endpoint, successor)
         self.schedulers.successors.add(endpoint, successor)
-        self.schedulers.lost(endpoint)
+        self.schedulers.handle_loss(endpoint)
         self._handle_events(now_ns)
 
     def _find_endpoint(self, step: StepRequest, _: Failed | None) -> str:

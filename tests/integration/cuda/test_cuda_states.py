@@ -58,14 +58,14 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as made:
-        yield made
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
 
 
 def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:
     x = np.ones((1, 1), np.float32)
-    found: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
-    return found
+    outputs: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
+    return outputs
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -92,8 +92,10 @@ def test_rows_of_several_sequences_are_gathered_there(client: shmserve.client.Se
     x = np.ones((1, 1), np.float32)
     for at in range(4):
         futures = [
-            client.infer_async("copied", {"x": x * each}, sequence=each, start=at == 0, end=at == 3)
-            for each in (1, 2, 3)
+            client.infer_async(
+                "copied", {"x": x * value}, sequence=value, start=at == 0, end=at == 3
+            )
+            for value in (1, 2, 3)
         ]
         sums = [float(future.result()["y"][0, 0]) for future in futures]
-        assert sums == [each * (at + 1) for each in (1, 2, 3)]
+        assert sums == [value * (at + 1) for value in (1, 2, 3)]

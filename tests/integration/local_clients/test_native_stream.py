@@ -357,7 +357,9 @@ def test_who_releases_nothing_leaves_memory_to_others(
 
 def test_asyncio(served: Server) -> None:
     async def one(client: aio.Server, count: int) -> list[int]:
-        return [int(each["OUT"][0]) async for each in client.stream("repeat", repeat(count))]
+        return [
+            int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
+        ]
 
     async def all_of_them() -> list[list[int]]:
         async with aio.connect(served.run_dir) as client:
@@ -392,4 +394,4 @@ async def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how
             gc.collect()
         await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
         if how not in ("collected", "cancelled"):
-            assert [each async for each in stream] == []
+            assert [response async for response in stream] == []

@@ -31,6 +31,10 @@ class Double:
         return x * 2
 
 
+class ApplicationError(ShmserveError):
+    """An error of the program, which the server's failures must not be reported as."""
+
+
 class Broken(Double):
     def load(self, context: object) -> None:
         raise RuntimeError("the weights are gone")
@@ -64,7 +68,10 @@ def test_both_clients_ask_the_control_plane() -> None:
         async with aio.connect(run_dir, timeout=10) as other:
             assert await other.ready() and await other.ready("local")
             assert (await other.metadata("local"))["name"] == "local"
-            assert {each["name"] for each in await other.statistics()} == {"double", "local"}
+            assert {statistic["name"] for statistic in await other.statistics()} == {
+                "double",
+                "local",
+            }
             inputs = ({"x": X * i} for i in range(5))
             return [float(r["output"][0, 0]) async for r in other.map("double", inputs)]
 
@@ -131,8 +138,8 @@ def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(b"\xff\xd8\xff\0" * 25)
     server = serve_model(tmp_path / "models")
-    given = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
-    command = [sys.executable, "-m", "shmserve", "client", *given]
+    arguments = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
+    command = [sys.executable, "-m", "shmserve", "client", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["outputs"][0]["data"] == [[100]]
 

@@ -92,16 +92,16 @@ def test_an_archive_is_unpacked_once_and_removed(
     repository: Path, tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
     model = add(repository, "one", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", 2)
-    made = environment(tmp_path / "made", 3)
-    packed(made, model / "env.tar.gz")
-    shutil.rmtree(made)
+    prefix_path = environment(tmp_path / "made", 3)
+    packed(prefix_path, model / "env.tar.gz")
+    shutil.rmtree(prefix_path)
     add(repository, "other", model / "env.tar.gz")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
     copies = endpoints.environments(server.run_dir)
     with server.http() as http:
         prefix = answer(http, "one")[1]
         assert answer(http, "other") == [3, prefix, f"{prefix}/bin"]
-        assert [str(each) for each in copies.iterdir() if each.is_dir()] == [prefix]
+        assert [str(path) for path in copies.iterdir() if path.is_dir()] == [prefix]
         server.find_one("worker other.0").kill()
         server.unload("one")
         assert answer(http, "other")[1] == prefix

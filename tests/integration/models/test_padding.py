@@ -103,7 +103,7 @@ def test_the_waste_is_bounded(server: Server) -> None:
 
 def test_lengths_and_mask_are_no_inputs_of_clients(server: Server) -> None:
     with triton.InferenceServerClient(server.grpc_url) as client:
-        assert [each.name for each in client.get_model_metadata("together").inputs] == ["IMAGE"]
+        assert [tensor.name for tensor in client.get_model_metadata("together").inputs] == ["IMAGE"]
     large = np.zeros((1, 3, 400, 8), np.float32)
     with pytest.raises(InferenceServerException, match=r"\[3,400,8\] fits none"):
         ask(server, "alone", large)

@@ -89,14 +89,14 @@ class SimulatedAudience:
             self._complain(f"9: {news.name} {news.version} is published as it was")
         self.said += 1
         if isinstance(news, ModelPublished):
-            self.by_endpoint.update({each.endpoint: each for each in self._executor.alive})
+            self.by_endpoint.update({version.endpoint: version for version in self._executor.alive})
             self.first.setdefault(self.by_endpoint[news.endpoint], self.said)
         else:
             self._executor.oracles.withdrawn(*key)
         self.last[key] = news
         peers = {
-            each: peer
-            for each, peer in self._peers.items()
+            version: peer
+            for version, peer in self._peers.items()
             if peer.ensemble is None
             or (isinstance(news, ModelPublished) and peer.ensemble.uses(news.name))
         }
@@ -104,8 +104,8 @@ class SimulatedAudience:
         self._world.note(
             "announced", number, type(news).__name__, *key, getattr(news, "endpoint", "")
         )
-        for each, peer in peers.items():
-            self._send(each, peer, news, number)
+        for version, peer in peers.items():
+            self._send(version, peer, news, number)
         return number
 
     def is_acknowledged(self, number: int) -> bool:

@@ -51,9 +51,9 @@ class DrawnRepository:
 
     def draw_steps(self, name: str) -> list[str]:
         """Draw the step models of an ensemble, sometimes with a cycle."""
-        below = [*LEAVES, *(each for each in ENSEMBLES if each < name)]
+        below = [*LEAVES, *(ensemble for ensemble in ENSEMBLES if ensemble < name)]
         if self._world.chance(0.2):
-            below += [each for each in ENSEMBLES if each > name]
+            below += [ensemble for ensemble in ENSEMBLES if ensemble > name]
         return sorted(self._random.sample(below, self._random.randint(1, 2)))
 
     def has_environments(self) -> bool:

@@ -27,8 +27,8 @@ def manifest(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def container(manifest: dict[str, Any]) -> dict[str, Any]:
-    (found,) = manifest["spec"]["containers"]
-    return dict(found)
+    (container,) = manifest["spec"]["containers"]
+    return dict(container)
 
 
 def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def test_its_flags_are_those_that_its_ports_and_probes_need(
     main = container(manifest)
     assert main["name"] == "kserve-container"  # which KServe mounts the model into
     assert main["command"] == ["shmserve", "serve"]
-    args = [each.replace("/mnt/models", str(tmp_path)) for each in main["args"]]
+    args = [argument.replace("/mnt/models", str(tmp_path)) for argument in main["args"]]
     config = server.from_flags(command_line.parse(args), {})
     assert config.model_repositories == (tmp_path,)  # where KServe puts the models
     assert [port["containerPort"] for port in main["ports"]] == [config.http.port]

@@ -37,10 +37,10 @@ def tcp_pair(
         address = (connect or listen, listener.getsockname()[1])
 
         def dial() -> socket.socket:
-            made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-            stack.enter_context(made)
-            made.connect(address)
-            return made
+            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            stack.enter_context(sock)
+            sock.connect(address)
+            return sock
 
         theirs = dial() if uid < 0 else as_user(uid, dial)
         ours, _ = listener.accept()
@@ -230,7 +230,7 @@ def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
             kind, OPEN, None, frozenset({"box", "*.corp.test", "proxy.example"})
         )
         caller = ClientIdentity(listener, Unix(1))
-        refusal = caller.refuse("metadata", CIMultiDict({"Host": host}))
+        refusal = caller.find_access_error("metadata", CIMultiDict({"Host": host}))
         if ours or kind is not ListenerKind.LOOPBACK:
             assert refusal is None
         else:
@@ -241,24 +241,26 @@ def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
 def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = "00" * 32
     rules = Authorisation({digest: ("inference",)}, {})
-    asked: list[str | None] = []
+    pending_calls: list[str | None] = []
 
     def scopes(header: str | None) -> frozenset[str] | None:
-        asked.append(header)
+        pending_calls.append(header)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
     monkeypatch.setattr(rules, "scopes", scopes)
     caller = ClientIdentity(ListenerRules(ListenerKind.REMOTE, rules, None), None)
     for _ in range(3):
-        assert caller.refuse("inference", CIMultiDict(Authorization="Bearer good")) is None
-    assert asked == ["Bearer good"]
-    refused = caller.refuse("inference", CIMultiDict(Authorization="Bearer bad"))
+        assert (
+            caller.find_access_error("inference", CIMultiDict(Authorization="Bearer good")) is None
+        )
+    assert pending_calls == ["Bearer good"]
+    refused = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
     assert refused is not None
     assert refused.status == 401
-    refused = caller.refuse("inference", CIMultiDict())
+    refused = caller.find_access_error("inference", CIMultiDict())
     assert refused is not None
     assert refused.status == 401
-    refused = caller.refuse("trace", CIMultiDict(Authorization="Bearer good"))
+    refused = caller.find_access_error("trace", CIMultiDict(Authorization="Bearer good"))
     assert refused is not None
     assert refused.status == 403
 
@@ -266,13 +268,13 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
 def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
-        refused = ClientIdentity(ListenerRules(ListenerKind.UNIX, rules, None), Unix(uid)).refuse(
-            "inference", CIMultiDict()
-        )
+        refused = ClientIdentity(
+            ListenerRules(ListenerKind.UNIX, rules, None), Unix(uid)
+        ).find_access_error("inference", CIMultiDict())
         assert (refused.status if refused else 0) == status
 
 
 def test_any_host_is_admitted_if_the_operator_says_so() -> None:
     listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
     caller = ClientIdentity(listener, Unix(1))
-    assert caller.refuse_host(CIMultiDict({"Host": "evil.example"})) is None
+    assert caller.find_host_error(CIMultiDict({"Host": "evil.example"})) is None

@@ -5,20 +5,20 @@ import asyncio
 import pytest
 
 from shmserve.gateway.inference import body_arrival
-from shmserve.gateway.inference.body_arrival import LARGE
+from shmserve.gateway.inference.body_arrival import LARGE_BYTES
 
 
-@pytest.mark.parametrize(("size", "trims"), [(LARGE, [0]), (LARGE - 1, [])])
+@pytest.mark.parametrize(("size", "trims"), [(LARGE_BYTES, [0]), (LARGE_BYTES - 1, [])])
 async def test_large_requests_cost_one_trim_and_small_ones_none(
     monkeypatch: pytest.MonkeyPatch, size: int, trims: list[int]
 ) -> None:
     calls: list[int] = []
 
-    monkeypatch.setattr(body_arrival, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(body_arrival, "_TRIM_DELAY_S", 0.001)
     monkeypatch.setattr(body_arrival, "_malloc_trim", calls.append)
     trim = body_arrival.MallocTrim()
     for _ in range(50):
-        trim.soon(size)
+        trim.schedule(size)
     done = asyncio.Event()
     # Timers run in order, so this one comes last.
     asyncio.get_running_loop().call_later(0.002, done.set)

@@ -34,9 +34,9 @@ def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None
     with pytest.raises(Unavailable, match="was loaded with another configuration while"):
         models.current(resolved)
     models.withdraw("simple", "1")
-    for each in (resolved, again):
+    for copy in (resolved, again):
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
-            models.current(each)
+            models.current(copy)
 
 
 def test_the_number_of_withdrawn_names_is_bounded() -> None:
@@ -81,10 +81,10 @@ def generator(name: str, *aliases: str) -> Any:
 
 def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
     table = ModelTable(MagicMock())
-    for each in models:
-        table.publish(each)
+    for model in models:
+        table.publish(model)
     payload = {"names": {"asleep": ["night"], "a": ["stale"]}}
-    supervisor = SimpleNamespace(ask=AsyncMock(return_value=payload))
+    supervisor = SimpleNamespace(send_request=AsyncMock(return_value=payload))
     settings = GatewaySettings(served_names=served)
     return SimpleNamespace(models=table, settings=settings, supervisor=supervisor)
 
@@ -119,7 +119,7 @@ def test_served_names_precede_a_models_own() -> None:
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
-    ask = gateway.supervisor.ask
+    ask = gateway.supervisor.send_request
     assert resolve_alias(gateway, "night") == "night" and not ask.called
     gateway.models.on_demand |= {"asleep", "a"}
     for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):

@@ -22,7 +22,7 @@ def test_responses_of_an_exited_worker_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come on two sockets. Its memory is let go all the same, a moment later."""
-    monkeypatch.setattr(process, "_LAST_RESPONSES_S", 0.05)
+    monkeypatch.setattr(process, "_UNMAP_DELAY_S", 0.05)
 
     async def live() -> None:
         front: Any = None
@@ -34,7 +34,7 @@ def test_responses_of_an_exited_worker_can_be_read(
         worker.view(memory_range)[:] = bytes(range(64))
         mappings.view(memory_range)
         worker.close()  # from here on, only who has it mapped can read it
-        gateway._take(m.ProcessExited(memory_range.memory.pid, ""))
+        gateway._handle_message(m.ProcessExited(memory_range.memory.pid, ""))
         assert bytes(mappings.view(memory_range)) == bytes(range(64))
         await asyncio.sleep(0.1)  # a later timer
         assert not len(mappings)
@@ -53,16 +53,16 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
     class Opening(process.Frontend):
         async def open(self) -> None: ...
 
-        def when_idle(self, drained: Any) -> None: ...
+        def call_when_idle(self, drained: Any) -> None: ...
 
     front = Opening()
-    told: list[bool] = []
+    records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
         acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
-        front.drain(lambda: told.append(True), followed=False)
+        front.drain(lambda: records.append(True), followed=False)
         await front.listen(sock, acceptor)
         await asyncio.sleep(0)
         await front.accept()
-        assert told == [True]
+        assert records == [True]
         assert not any(server.is_serving() for server in front._accepting)
         await front.close()

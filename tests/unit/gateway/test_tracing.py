@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.common.trace_settings import Sampler, Samplers, TraceSettings
-from shmserve.gateway.tracer import Tracer, append_entries, next_file
+from shmserve.gateway.tracer import Tracer, append_entries, create_next_file
 
 ON = TraceSettings(("TIMESTAMPS",), trace_rate=3)
 SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -39,12 +39,12 @@ def test_unchanged_settings_keep_their_count() -> None:
 def test_no_trace_is_created_without_need() -> None:
     tracer = Tracer()
     assert not tracer.active
-    assert tracer.begin("m", "1", "", 0, "", False) is None
-    assert tracer.begin("m", "1", "", 0, "nonsense", False) is None
-    asked = tracer.begin("m", "1", "", 0, "", True)
+    assert tracer.begin_trace("m", "1", "", 0, "", False) is None
+    assert tracer.begin_trace("m", "1", "", 0, "nonsense", False) is None
+    asked = tracer.begin_trace("m", "1", "", 0, "", True)
     assert asked is not None
     assert not asked.sampled
-    called = tracer.begin("m", "1", "", 0, SAMPLED, False)
+    called = tracer.begin_trace("m", "1", "", 0, SAMPLED, False)
     assert called is not None
     assert called.scheduler.trace_id == "1" * 32
     assert called.scheduler.sampled  # as its caller says, for who is called in turn
@@ -53,10 +53,10 @@ def test_no_trace_is_created_without_need() -> None:
 def test_a_caller_decides_for_opentelemetry() -> None:
     tracer = Tracer()
     often = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
-    tracer.use({"": asdict(often)})
+    tracer.apply_settings({"": asdict(often)})
     assert tracer.active
     for traceparent, sampled in ((SAMPLED, True), (SAMPLED[:-1] + "0", False), ("", True)):
-        trace = tracer.begin("m", "1", "", 0, traceparent, False)
+        trace = tracer.begin_trace("m", "1", "", 0, traceparent, False)
         assert trace is not None
         assert trace.sampled is sampled
 
@@ -66,8 +66,8 @@ def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
     for number in range(3):
         append_entries(path, [{"id": number}, {"id": number}])
         assert len(json.loads(Path(path).read_text())) == 2 * (number + 1)
-    assert next_file(path) == f"{path}.0"
-    assert next_file(path) == f"{path}.1"
+    assert create_next_file(path) == f"{path}.0"
+    assert create_next_file(path) == f"{path}.1"
 
 
 def test_files_of_other_formats_are_not_changed(tmp_path: Path) -> None:

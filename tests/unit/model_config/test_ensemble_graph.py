@@ -61,8 +61,8 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
         f"{out} ensemble_scheduling {{ {' '.join(steps)} }} {more}"
     )
-    names = [each.model_name for each in ensemble.ensemble_scheduling.step]
-    old = [each.model_version > 1 for each in ensemble.ensemble_scheduling.step]
+    names = [step.model_name for step in ensemble.ensemble_scheduling.step]
+    old = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
     models = [None if no else MODELS.get(name) for name, no in zip(names, old, strict=True)]
     return compose(ensemble, models, [name in MODELS for name in names])
 

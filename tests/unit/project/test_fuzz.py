@@ -144,7 +144,7 @@ def test_any_host_and_any_token(host: str, token: str) -> None:
     """R18, R21: no header opens anything by being odd."""
     rules = Authorisation({"ab" * 32: ("inference",)}, {})
     for kind in (ListenerKind.LOOPBACK, ListenerKind.REMOTE):
-        refused = ClientIdentity(ListenerRules(kind, rules, None), None).refuse(
+        refused = ClientIdentity(ListenerRules(kind, rules, None), None).find_access_error(
             "inference", {"Host": host, "Authorization": f"Bearer {token}"}
         )
         assert refused is not None

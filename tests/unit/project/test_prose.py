@@ -125,7 +125,7 @@ def texts(roots: Iterable[str] = CODE) -> Iterator[Text]:
 
 def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
     """The number of sentences of a text, and the suspects: (rule, sentence)."""
-    count, found = 0, []
+    count, suspicious = 0, []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
         if len(words) >= 3:
@@ -137,8 +137,8 @@ def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
                 "personified": PERSONIFIED.search(shown),
                 "vague": VAGUE.search(shown),
             }
-            found += [(rule, shown) for rule, hit in hits.items() if hit]
-    return count, found
+            suspicious += [(rule, shown) for rule, hit in hits.items() if hit]
+    return count, suspicious
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
@@ -147,9 +147,9 @@ def test_few_sentences_are_suspect(kind: str) -> None:
     sentences = 0
     for text in pages() if kind == "page" else texts():
         if text.kind == kind:
-            count, found = suspects(text.text)
+            count, hits = suspects(text.text)
             sentences += count
-            counts.update(rule for rule, _ in found)
+            counts.update(rule for rule, _ in hits)
     rates = {rule: 100 * counts[rule] / sentences for rule in BOUNDS[kind]}
     assert not {rule: rate for rule, rate in rates.items() if rate > BOUNDS[kind][rule]}
 
@@ -174,11 +174,13 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
                 where[node] = path
 
     def documented(of: ast.ClassDef, name: str) -> bool:
-        own = (each for each in of.body if getattr(each, "name", "") == name)
-        if any(ast.get_docstring(each) for each in own):  # type: ignore[arg-type]
+        own = (definition for definition in of.body if getattr(definition, "name", "") == name)
+        if any(ast.get_docstring(definition) for definition in own):  # type: ignore[arg-type]
             return True
         bases = (re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in of.bases)
-        return any(documented(each, name) for base in bases for each in classes.get(base, []))
+        return any(
+            documented(definition, name) for base in bases for definition in classes.get(base, [])
+        )
 
     missing = [
         f"{path.relative_to(ROOT)}:{method.lineno} {of.name}.{method.name}"
@@ -208,7 +210,7 @@ def template(node: ast.expr) -> str:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr():
-            return "".join(template(each) or "X" for each in node.values)
+            return "".join(template(value) or "X" for value in node.values)
         case ast.BinOp(op=ast.Add()):
             return template(node.left) + template(node.right)
     return ""
@@ -241,8 +243,8 @@ def test_messages_are_neither_headless_nor_personified() -> None:
             for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
                 if part.startswith(TRITONS):
                     continue
-                found = PERSONIFIED.search(part) or VAGUE.search(part) or HEADLESS.match(part)
-                if found and len(part.split()) > 2:
+                match = PERSONIFIED.search(part) or VAGUE.search(part) or HEADLESS.match(part)
+                if match and len(part.split()) > 2:
                     suspect.append(f"{path.relative_to(ROOT)}:{line} {part}")
     assert not suspect, "\n".join(suspect)
 

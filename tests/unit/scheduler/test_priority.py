@@ -28,7 +28,7 @@ class AgainstAList(RuleBasedStateMachine):
         self.memory_ranges = 0
 
     def _expected(self) -> list[ScheduledRequest]:
-        return [each for _, each in sorted(self.naive, key=lambda item: item[0])]
+        return [request for _, request in sorted(self.naive, key=lambda item: item[0])]
 
     def _drop(self, requests: Iterable[ScheduledRequest]) -> None:
         gone = set(map(id, requests))
@@ -37,16 +37,16 @@ class AgainstAList(RuleBasedStateMachine):
     @rule(level=LEVELS)
     def append(self, level: int) -> None:
         self.memory_ranges += 1
-        made = request(self.memory_ranges, level)
-        self.made.append(made)
-        self.queue.append(made)
-        self.naive.append(((level, False, self.memory_ranges), made))
+        new_request = request(self.memory_ranges, level)
+        self.made.append(new_request)
+        self.queue.append(new_request)
+        self.naive.append(((level, False, self.memory_ranges), new_request))
 
     @precondition(lambda self: self.naive)
     @rule(data=st.data())
     def delay(self, data: st.DataObject) -> None:
         """Let the timeout of a request expire."""
-        in_time = [each for _, each in self.naive if not each.delayed]
+        in_time = [request for _, request in self.naive if not request.delayed]
         if in_time:
             self.memory_ranges += 1
             chosen = data.draw(st.sampled_from(in_time))
@@ -72,10 +72,10 @@ class AgainstAList(RuleBasedStateMachine):
         assert taken == expected[:count]
         self._drop(taken)
         if back:
-            for each in reversed(taken):
+            for request in reversed(taken):
                 self.memory_ranges += 1
-                self.queue.prepend(each)
-                self.naive.append(((each.level, each.delayed, -self.memory_ranges), each))
+                self.queue.prepend(request)
+                self.naive.append(((request.level, request.delayed, -self.memory_ranges), request))
 
     @invariant()
     def is_the_same(self) -> None:
@@ -84,8 +84,8 @@ class AgainstAList(RuleBasedStateMachine):
         assert list(self.queue) == expected
         assert len(self.queue) == len(expected)
         for level in (1, 2, 3, 4):
-            assert self.queue.size(level) == sum(each.level == level for each in expected)
-        used = {each.level for each in expected}
+            assert self.queue.size(level) == sum(request.level == level for request in expected)
+        used = {request.level for request in expected}
         kept = set(self.queue._levels) - used
         assert used <= set(self.queue._levels) and len(kept) <= 1, "memory is for what is there"
 

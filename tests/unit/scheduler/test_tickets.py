@@ -78,8 +78,8 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
 
     def grant() -> None:
-        asks = [each for each in asked(rig) if isinstance(each, m.AskTicket)]
-        rig.supervisor(*[m.TicketGranted(each.ticket) for each in asks])
+        asks = [message for message in asked(rig) if isinstance(message, m.AskTicket)]
+        rig.supervisor(*[m.TicketGranted(message.ticket) for message in asks])
 
     for _ in range(60):  # bursts of 8 requests at intervals of 2 ms; a batch takes 60 ms
         for _ in range(8):

@@ -59,26 +59,26 @@ class World:
         """Take what the schedulers have sent."""
         for model, rig in enumerate(self.rigs):
             for peer, batch in rig.executes():
-                made = Execution(model, peer, batch)
-                made.plan = list(self.plans[made.number])
-                self.running.append(made)
+                execution = Execution(model, peer, batch)
+                execution.plan = list(self.plans[execution.number])
+                self.running.append(execution)
             for answer in rig.answers():
                 self.open -= 1
                 self.answered((model, answer.id), isinstance(answer, Failed))
-            self.reports += [(model, each) for each in rig.to_supervisor(CallsWaiting)]
+            self.reports += [(model, report) for report in rig.to_supervisor(CallsWaiting)]
 
     def answered(self, number: Number, failed: bool) -> None:
         if failed:
             self.failed.append(number)
-        for each in self.running:
-            if each.call == number:
-                each.call = None
-                each.plan = [] if failed else each.plan
+        for request in self.running:
+            if request.call == number:
+                request.call = None
+                request.plan = [] if failed else request.plan
 
     def step(self) -> None:
         """Have one execution go on, or time pass, or a report arrive."""
         self.collect()
-        idle = [each for each in self.running if each.call is None]
+        idle = [request for request in self.running if request.call is None]
         if self.roots < ROOTS and self.random.random() < 0.3:
             self.roots += 1
             self.submit(self.random.randrange(len(self.rigs)), self.plan())
@@ -97,11 +97,11 @@ class World:
                 rig.pass_time(20 * MS)
 
     def deliver(self, model: int, report: CallsWaiting) -> None:
-        found = self.waits.report(model, report, self.rigs[0].now)
+        deadlocks = self.waits.report(model, report, self.rigs[0].now)
         self.collect()
-        if found is not None:
+        if deadlocks is not None:
             deadlocked, failures = self.deadlocked(), len(self.failed)
-            self.rigs[model].supervisor(found)
+            self.rigs[model].supervisor(deadlocks)
             self.collect()
             assert len(self.failed) == failures + 1
             assert self.failed[-1] in deadlocked, "the call could have gone on"
@@ -109,22 +109,24 @@ class World:
 
     def deadlocked(self) -> set[Number]:
         """The calls that wait for ever, in the true state of all schedulers."""
-        by_number = {each.number: each for each in self.running}
-        stuck = {each.number for each in self.running if each.call is not None}
+        by_number = {request.number: request for request in self.running}
+        stuck = {request.number for request in self.running if request.call is not None}
         size = -1
         while size != len(stuck):
             size = len(stuck)
-            for each in self.running:
-                if each.call is None:
+            for request in self.running:
+                if request.call is None:
                     continue
-                if each.call in by_number:
-                    goes_on = each.call not in stuck
+                if request.call in by_number:
+                    goes_on = request.call not in stuck
                 else:
-                    occupants = [o.number for o in self.running if o.model == each.call[0]]
+                    occupants = [o.number for o in self.running if o.model == request.call[0]]
                     goes_on = not stuck.issuperset(occupants)
                 if goes_on:
-                    stuck.discard(each.number)
-        return {each.call for each in self.running if each.call and each.number in stuck}
+                    stuck.discard(request.number)
+        return {
+            request.call for request in self.running if request.call and request.number in stuck
+        }
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -18,11 +18,11 @@ Call = tuple[int, str]
 
 def call(key: int, *callers: tuple[int, int, str]) -> Call:
     """A call and its callers: process, key of the request, and model of each."""
-    return key, "\n".join(Caller(*each).line for each in callers)
+    return key, "\n".join(Caller(*caller).line for caller in callers)
 
 
 def report(model: str, *waits: tuple[list[Call], list[list[int]]]) -> CallsWaiting:
-    return CallsWaiting(model, [[list(map(list, calls)), each] for calls, each in waits])
+    return CallsWaiting(model, [[list(map(list, calls)), call_id] for calls, call_id in waits])
 
 
 class Graph:
@@ -36,8 +36,8 @@ class Graph:
         for _ in range(count):
             for scheduler, message in reports.items():
                 self.now_ns += SECOND // 10
-                found = self.waits.report(scheduler, message, self.now_ns)
-                failed += [(scheduler, found)] if found is not None else []
+                deadlocks = self.waits.report(scheduler, message, self.now_ns)
+                failed += [(scheduler, deadlocks)] if deadlocks is not None else []
         return failed
 
 
@@ -64,7 +64,7 @@ def test_a_cycle_of_three_with_nested_callers() -> None:
         C: report("c", ([call(3, (20, 6, "b"))], [[30, 7, 8, 9]])),
     }
     assert Graph().rounds(reports, 2) == [(C, CallDeadlocked(3, "b -> c -> a -> b"))]
-    failed = Graph().rounds({each: reports[each] for each in (C, A, B)}, 2)
+    failed = Graph().rounds({model: reports[model] for model in (C, A, B)}, 2)
     assert failed == [(B, CallDeadlocked(2, "a -> m -> b -> c -> a"))]
 
 
@@ -116,5 +116,5 @@ def test_a_deadlock_over_an_instance_and_a_resource(capacity: int) -> None:
     call_of_c = report("c", ([call(8, (20, 6, "b"))], [[30]]))
     for order, key, chain in (((C, B), 9, "a -> b -> c"), ((B, C), 8, "b -> c -> a -> b")):
         reports = {B: CALL_OF_B, C: call_of_c}
-        failed = Graph(tickets).rounds({each: reports[each] for each in order}, 2)
+        failed = Graph(tickets).rounds({model: reports[model] for model in order}, 2)
         assert failed == ([(order[1], CallDeadlocked(key, chain))] if capacity == 1 else [])

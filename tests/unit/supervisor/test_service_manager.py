@@ -186,14 +186,16 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
     """What a process finds that is given these as its first descriptors."""
 
     def memory_range() -> None:
-        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in sockets]  # beyond their places
+        copies = [
+            fcntl.fcntl(socket, fcntl.F_DUPFD, 100) for socket in sockets
+        ]  # beyond their places
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
-    told = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
+    environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
     done = subprocess.run(
         [sys.executable, "-c", _ASK],
-        env={**os.environ, **told},
+        env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
         preexec_fn=memory_range,
         capture_output=True,
@@ -208,9 +210,9 @@ def test_sockets_are_taken_by_their_names() -> None:
         socket.create_server(("127.0.0.1", 0)) as http,
         socket.create_server(("127.0.0.1", 0)) as grpc,
     ):
-        ports = [each.getsockname()[1] for each in (http, grpc)]
-        found = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
-        assert ask([http, grpc], "http:grpc") == [str(found), "[]"]
+        ports = [listener.getsockname()[1] for listener in (http, grpc)]
+        addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
+        assert ask([http, grpc], "http:grpc") == [str(addresses), "[]"]
         assert ask([http], "http", pid="1") == ["{}", "[]"]
         (wrong, left) = ask([http, grpc], "http:other")
         assert wrong == (

@@ -44,14 +44,14 @@ class SentMessages:
 
     def granted(self) -> list[tuple[int, int, int, int]]:
         """The leases since the last time: pid, number, the holder's and the offset."""
-        found = []
+        offsets = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
             memory_range = unpack_range(list(message.payload["place"]))
             assert memory_range.memory == memory_of(memory_range.memory.id)
-            found.append((pid, message.id, memory_range.memory.id, memory_range.offset))
+            offsets.append((pid, message.id, memory_range.memory.id, memory_range.offset))
         self.messages.clear()
-        return found
+        return offsets
 
 
 def ask(number: int, byte_size: int) -> LeaseWorkspace:
@@ -232,8 +232,8 @@ def test_leases_are_apart_in_order_and_all_come_back(steps: list[Step]) -> None:
             owner, _ = leases.pop(offset)
             take(pool.release(owner, offset))
         elif what == "drop":
-            leases = {at: each for at, each in leases.items() if each[0] != who}
-            waiting = deque(each for each in waiting if each[0] != who)
+            leases = {at: lease for at, lease in leases.items() if lease[0] != who}
+            waiting = deque(lease for lease in waiting if lease[0] != who)
             take(pool.drop(who))
         pool.check_integrity()
         assert pool.waiting == len(waiting)

@@ -48,8 +48,8 @@ def test_an_archive_is_unpacked(tmp_path: Path) -> None:
 
 def test_the_interpreter_of_a_virtual_environment_may_be_outside(tmp_path: Path) -> None:
     link = ("env/bin/python3", tarfile.SYMTYPE, "/usr/bin/env")
-    found = _interpreter(archive(tmp_path / "env.tar", link), tmp_path / "copies")
-    assert found.parts[-3:] == ("env", "bin", "python3")
+    interpreter = _interpreter(archive(tmp_path / "env.tar", link), tmp_path / "copies")
+    assert interpreter.parts[-3:] == ("env", "bin", "python3")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_nothing_is_written_outside(tmp_path: Path, members: list[Member]) -> No
     with pytest.raises(InvalidArgument, match="cannot be unpacked"):
         _interpreter(packed, tmp_path / "copies")
     assert (tmp_path / "out").read_text() == "before"
-    assert {each.name for each in tmp_path.iterdir()} == {"copies", "env.tar.gz", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == {"copies", "env.tar.gz", "out"}
 
 
 def test_an_absolute_name_is_relative_to_the_folder(tmp_path: Path) -> None:

@@ -50,14 +50,14 @@ def control(kind: str, **says: Any) -> dict[str, Any]:
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
     """Return the control inputs that a model receives for a row."""
-    made = sequence_inputs.control_inputs(
+    controls = sequence_inputs.control_inputs(
         sequence_inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
         row,
         batched,
     )
-    shapes = {item.shape for item in made.values()}
+    shapes = {item.shape for item in controls.values()}
     assert shapes <= {(1, 1) if batched else (1,)}
-    return {name: item.numpy().reshape(-1)[0] for name, item in made.items()}
+    return {name: item.numpy().reshape(-1)[0] for name, item in controls.items()}
 
 
 PAIRS: dict[str, tuple[list[Any], Any]] = {
@@ -109,8 +109,8 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
     )
     model_spec = ModelSpec.of(source)
     seen = as_model_sees(model_spec)
-    assert [each.name for each in seen.input] == ["X", "START", "I", "J"]
-    assert [each.name for each in seen.output] == ["Y", "O"]
+    assert [tensor.name for tensor in seen.input] == ["X", "START", "I", "J"]
+    assert [tensor.name for tensor in seen.output] == ["Y", "O"]
     assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
     assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
     assert made_here(model_spec) == {"START", "I", "O", "J", "Y"}
@@ -314,8 +314,8 @@ class Sequences:
 
 @pytest.fixture
 def sequences(tmp_path: Path) -> Iterator[Sequences]:
-    with rig(tmp_path) as made:
-        yield Sequences(made)
+    with rig(tmp_path) as model_rig:
+        yield Sequences(model_rig)
 
 
 @pytest.mark.parametrize("fails", [False, True])

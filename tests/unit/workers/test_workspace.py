@@ -43,7 +43,7 @@ class OnDevice:
 
     def returned(self) -> list[int]:
         """Return the offsets of the returned leases."""
-        return [each.offset for each, _ in self.came if isinstance(each, ReturnWorkspace)]
+        return [message.offset for message, _ in self.came if isinstance(message, ReturnWorkspace)]
 
 
 @pytest.fixture

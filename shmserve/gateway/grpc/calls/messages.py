@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.compression import WBITS, Inflater
+from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
@@ -75,7 +75,7 @@ class ArrivingMessage(Arrival):
         """Return whether the time limit has expired."""
         return now > self.began + self.patience_s + self.received / SLOWEST_RATE
 
-    def _waited(self, now: float) -> float:
+    def _total_wait_s(self, now: float) -> float:
         return now - self.began
 
     def evict(self) -> None:
@@ -248,16 +248,16 @@ class Deflater:
 
     def encoding(self, accepts: frozenset[str]) -> str | None:
         """Return the encoding for a client that accepts these encodings, or None."""
-        return next((name for name in WBITS if name in accepts), None)
+        return next((name for name in WBITS_BY_ENCODING if name in accepts), None)
 
     def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return a message with gRPC's prefix, compressed if that is shorter."""
-        stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
+        stream = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         return _shorter(data, stream.compress(data) + stream.flush())
 
     async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return a message with gRPC's prefix, compressed in several turns of the event loop."""
-        stream = zlib.compressobj(self._level, wbits=WBITS[encoding])
+        stream = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)
         for at in range(0, len(data), LARGE):

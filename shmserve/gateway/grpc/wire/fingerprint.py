@@ -222,14 +222,14 @@ class PreparedRequests:
             except UnicodeDecodeError:
                 return None
             cut_parts = cut_parts[1:]
-        built = None
+        built_request = None
         if cached.revision == self._models.revision:
-            built = cached.template.fill(cut_parts)
-        if built is None:
+            built_request = cached.template.fill(cut_parts)
+        if built_request is None:
             del layout.templates[kept_parts]  # `repeat` finds the template if it is still valid
         elif identity != cached.identity:
-            built.identify(identity)
-        return built
+            built_request.identify(identity)
+        return built_request
 
     def repeat(self, raw: bytes, parts: Split) -> BuiltRequest | None:
         """Return the request in a message with a known fingerprint, or None.
@@ -240,10 +240,10 @@ class PreparedRequests:
         cached = self._cache.find(parts.key)
         if cached is None:
             return None
-        built = self._fill(cached, parts.contents, parts.identity)
-        if built is not None:
+        built_request = self._fill(cached, parts.contents, parts.identity)
+        if built_request is not None:
             self._add_layout(raw, parts, cached)
-        return built
+        return built_request
 
     def _fill(
         self, cached: _CachedTemplate, contents: Sequence[bytes], identity: RequestIdentity
@@ -251,11 +251,11 @@ class PreparedRequests:
         model, revision = cached.model, self._models.revision
         if cached.revision == revision or self._models.find(model.name, cached.version) is model:
             cached.revision = revision
-            built = cached.template.fill(contents)
-            if built is not None:
+            built_request = cached.template.fill(contents)
+            if built_request is not None:
                 if identity != cached.identity:
-                    built.identify(identity)
-                return built
+                    built_request.identify(identity)
+                return built_request
         self._cache.remove(cached.key)
         return None
 
@@ -263,7 +263,7 @@ class PreparedRequests:
         self, parts: Split, request: InferRequest, model: GatewayModel, template: RequestTemplate
     ) -> None:
         """Store the template of a request, if the parsed request confirms what was cut out."""
-        if parts.identity.is_of(request):
+        if parts.identity.is_identity_of(request):
             cached = _CachedTemplate(
                 *(parts.key, parts.identity, model, request.version),
                 *(self._models.revision, template),

@@ -26,8 +26,8 @@ from shmserve.gateway.inference.request import (
     InferOutput,
     InferRequest,
     RegionRange,
-    check_number,
-    correlation_id,
+    check_correlation_id,
+    check_member_count,
 )
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
@@ -77,8 +77,8 @@ def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None
     request = InferRequest(message.id, [], [], binary=True, version=message.model_version)
     if message.parameters:
         _take_parameters(request, message.parameters)
-    check_number(message.inputs, "inputs")
-    check_number(message.outputs, "outputs")
+    check_member_count(message.inputs, "inputs")
+    check_member_count(message.outputs, "outputs")
     raw = message.raw_input_contents if raw is None else raw
     raw_index = 0
     for tensor in message.inputs:
@@ -229,7 +229,7 @@ def _take_parameters(request: InferRequest, parameters: _Parameters) -> None:
             case "sequence_id":
                 _expect(key, kind, "int64_param", "string_param")
                 request.correlation_id = (
-                    correlation_id(value) if kind == "string_param" else value % 2**64
+                    check_correlation_id(value) if kind == "string_param" else value % 2**64
                 )
             case "sequence_start":
                 _expect(key, kind, "bool_param")

@@ -314,5 +314,5 @@ async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
         done.append(part)
         await asyncio.sleep(0)
     content = b"".join(done)
-    trim.soon(len(content))
+    trim.schedule(len(content))
     return content

@@ -25,7 +25,7 @@ from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, 
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.control_requests import NameModels
 
 # The input and the output by which a model that generates text is recognised.
@@ -63,7 +63,9 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}
-    model_aliases: dict[str, list[str]] = (await gateway.supervisor.ask(NameModels))["names"]
+    model_aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(NameModels))[
+        "names"
+    ]
     return {
         name: model_aliases[name] for name in sorted(model_aliases) if not models.versions(name)
     }
@@ -86,7 +88,9 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    candidates = {model.name for model in gateway.models.all() if generates(model)}.union(unloaded)
+    candidates = {model.name for model in gateway.models.all_versions() if generates(model)}.union(
+        unloaded
+    )
     return candidates.pop() if len(candidates) == 1 else ""
 
 
@@ -224,7 +228,7 @@ async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") 
     """
     longest = {
         name: each.max_model_len
-        for each in gateway.models.all()
+        for each in gateway.models.all_versions()
         if each.max_model_len
         for name in (*names_of(gateway, each.name), *each.aliases)
     }
@@ -285,7 +289,7 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     for name in limits[1:]:
         del parameters[name]
     text_request = _text_request(model, [prompt], parameters)
-    if MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables):
+    if MESSAGE in model.signature.outputs and (model.may_reason or "tools" in variables):
         return text_request._replace(details=(*text_request.details, MESSAGE))
     return text_request
 
@@ -355,7 +359,7 @@ def _are_tokens(value: Any) -> bool:
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model can never process so many prompts at a time."""
     config = orjson.loads(model.config)
-    engine = config.get("parameters", {}).get(PARAMETER)
+    engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
     if engine is None:
         return
     settings = EngineSettings.read(engine["string_value"])

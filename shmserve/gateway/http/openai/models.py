@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
-from shmserve.gateway.context import Gateway, awaits_load, resolve_model
+from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
@@ -43,8 +43,8 @@ from shmserve.gateway.http.openai.fields import (
     EMBEDDING,
     TOKENIZE,
 )
-from shmserve.gateway.inference.inference import error_of, output_bytes
-from shmserve.gateway.inference.prepare import build
+from shmserve.gateway.inference.inference import find_error, output_bytes
+from shmserve.gateway.inference.prepare import build_request
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -144,7 +144,7 @@ _MOST_TOKEN = (1 << 31) - 1
 
 async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with all models that embed or generate text, and those on demand."""
-    models = {model.name: model for model in gateway.models.all() if _serves(model)}
+    models = {model.name: model for model in gateway.models.all_versions() if _serves(model)}
     unloaded = await unloaded_aliases(gateway)
     aliases = {**unloaded, **{name: model.aliases for name, model in models.items()}}
     entries = [
@@ -160,7 +160,7 @@ async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Respond with one model that embeds or generates text; a model on demand is not loaded."""
     model_name = await resolve_alias(gateway, name)
-    if awaits_load(gateway, model_name, "") and model_name in await unloaded_aliases(gateway):
+    if needs_load(gateway, model_name, "") and model_name in await unloaded_aliases(gateway):
         return json_response(_model_object(name, model_name, None))
     model = await resolve_model(gateway, model_name, "")
     if not _serves(model):
@@ -247,7 +247,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 def _check_converts(model: GatewayModel) -> None:
     """Raise Unsupported if the model's worker, which has the tokenizer, converts no texts."""
-    if not model.converts:
+    if not model.has_task_parameter:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
 
@@ -269,8 +269,8 @@ async def _infer(
     infer_request = InferRequest(
         "", [infer_input], requested_outputs, binary=True, parameters=parameters
     )
-    built = build(gateway, model, infer_request)
-    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
+    built_request = build_request(gateway, model, infer_request)
+    queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
         return await _arrays(gateway, model, queue)
     finally:
@@ -281,7 +281,7 @@ async def _arrays(
     gateway: Gateway, model: GatewayModel, queue: ResponseQueue
 ) -> dict[str, np.ndarray[Any, Any]]:
     await queue.wait()
-    error = error_of(queue.first)
+    error = find_error(queue.first)
     if isinstance(error, QueueFull):
         raise TooManyRequests(error.message, error.retry_after_s)
     inferred = queue.request.outputs(queue.first)

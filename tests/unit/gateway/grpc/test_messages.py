@@ -42,9 +42,9 @@ def fed(assembly: Assembly, piece: bytes) -> list[Received]:
 
 def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Received]:
     assembly = Assembly(WINDOW, HEAD, sinks)
-    found = [it for piece in pieces for it in fed(assembly, piece)]
+    items = [it for piece in pieces for it in fed(assembly, piece)]
     assert not assembly.begun
-    return found
+    return items
 
 
 @given(
@@ -73,18 +73,18 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
     """What is not taken at once is there later, in its order, out of the buffer that it came in."""
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
-    found = []
+    errors = []
     at = count = 0
     while at < len(stream):
         step, takes = steps[count % len(steps)]
         buffer = bytearray(stream[at : at + step])
         assembly.feed(memoryview(buffer))
-        found += [it.data for it in (assembly.take() for _ in range(takes)) if it is not None]
+        errors += [it.data for it in (assembly.take() for _ in range(takes)) if it is not None]
         assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
         at, count = at + step, count + 1
-    found += [it.data for it in iter(assembly.take, None)]
-    assert found == sent
+    errors += [it.data for it in iter(assembly.take, None)]
+    assert errors == sent
     assert not assembly.begun
 
 
@@ -122,8 +122,8 @@ def test_a_large_message_requests_a_window_update() -> None:
 def test_a_message_reports_its_window_updates() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
-    (found,) = fed(assembly, message(bytes(size)))
-    assert found.extra == size + PREFIX.size - WINDOW
+    (sent_message,) = fed(assembly, message(bytes(size)))
+    assert sent_message.extra == size + PREFIX.size - WINDOW
     assert assembly.extra == 0
 
 
@@ -166,13 +166,13 @@ class Kept:
 
 
 def test_large_messages_are_received_by_a_sink() -> None:
-    asked: list[int] = []
+    pending_calls: list[int] = []
     sinks: list[Kept] = []
 
     def find(head: CallHead, size: int) -> Kept | None:
         assert head is HEAD
-        asked.append(size)
-        if len(asked) == 2:
+        pending_calls.append(size)
+        if len(pending_calls) == 2:
             return None
         sinks.append(Kept())
         return sinks[-1]
@@ -180,9 +180,9 @@ def test_large_messages_are_received_by_a_sink() -> None:
     sent = [b"small", bytes(LARGE), b"x" * (LARGE + 1), b"y" * (2 * LARGE)]
     stream = b"".join(map(message, sent)) + message(bytes(LARGE), compressed=True)
     pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
-    found: list[Any] = [it.data for it in assemble(pieces, find)]
-    assert found == [*sent, bytes(LARGE)]
-    assert asked == [LARGE, LARGE + 1, 2 * LARGE]
+    parts: list[Any] = [it.data for it in assemble(pieces, find)]
+    assert parts == [*sent, bytes(LARGE)]
+    assert pending_calls == [LARGE, LARGE + 1, 2 * LARGE]
     assert [len(sink.data) for sink in sinks] == [LARGE, 2 * LARGE]
     assert not any(sink.dropped for sink in sinks)
 
@@ -261,10 +261,10 @@ async def test_concurrent_decompression_bombs_are_refused() -> None:
     _, bomb = Deflater(9).framed(bytes(size), "gzip")
     budget = BodyBudget(2 * size, MallocTrim())
     bombs = (inflated(bomb, "gzip", size, budget) for _ in range(20))
-    found = await asyncio.gather(*bombs, return_exceptions=True)
+    results = await asyncio.gather(*bombs, return_exceptions=True)
     assert budget._used == 0
-    fine = [it for it in found if it == bytes(size)]
-    refused = [it for it in found if isinstance(it, BrokenMessage)]
+    fine = [it for it in results if it == bytes(size)]
+    refused = [it for it in results if isinstance(it, BrokenMessage)]
     assert len(fine) >= 1
     assert len(refused) >= 17
     assert {it.ending[0] for it in refused} == {StatusCode.UNAVAILABLE}
@@ -294,6 +294,8 @@ def test_a_slow_message_is_evicted() -> None:
     budget = BodyBudget(1000, MallocTrim())
     arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
     arriving.reserve(500)
+    assert not arriving.is_slow(arriving.began + 0.1)
+    assert arriving.is_slow(arriving.began + 1.0)
     arriving.evict()
     assert evicted == [1]
 

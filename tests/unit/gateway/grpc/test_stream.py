@@ -34,7 +34,7 @@ class Taking(ActiveCount):
     def __init__(self) -> None:
         super().__init__()
         self.large: list[int] = []
-        self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(soon=self.large.append))
+        self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(schedule=self.large.append))
 
     def response(self, inference: UnaryInference) -> bytes:
         return bytes(40_000)  # no other is written with it

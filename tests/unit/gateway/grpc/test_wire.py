@@ -53,9 +53,9 @@ def test_the_service_is_that_of_triton() -> None:
 def request(**parameters: object) -> ours.ModelInferRequest:
     made = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
-        kind, _, wanted = str(value).partition(":")
-        parsed = {"bool": wanted == "True", "string": wanted}.get(kind)
-        setattr(made.parameters[key], f"{kind}_param", int(wanted) if parsed is None else parsed)
+        kind, _, expected = str(value).partition(":")
+        parsed = {"bool": expected == "True", "string": expected}.get(kind)
+        setattr(made.parameters[key], f"{kind}_param", int(expected) if parsed is None else parsed)
     return made
 
 
@@ -161,7 +161,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         assert parts is None  # the long way: it may be too long
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_of(infer_request(made))
+    assert parts.identity.is_identity_of(infer_request(made))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 

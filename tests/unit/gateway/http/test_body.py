@@ -187,7 +187,7 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
                 holds.allocate([16 << 10])
                 stack.callback(holds.release)  # some may stay, where the rest is room enough
                 stack.enter_context(client.body.arrival.registered_block(holds.release))
-                client.body.arrival._waited_s = 1.0
+                client.body.arrival._earlier_waits_s = 1.0
             began = time.monotonic()
             holds = resources_in(arena)
             holds.allocate([63 * MIB])

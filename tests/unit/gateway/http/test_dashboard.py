@@ -38,16 +38,16 @@ def run_dir() -> Iterator[Path]:
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How often the schedulers were asked; a model more answers each time, and looks follow one
     another at once."""
-    asked: list[float] = []
+    pending_calls: list[float] = []
 
     async def collect(*_: Any) -> list[dict[str, Any]]:
-        asked.append(0)
-        reports = {"a": report(len(asked)), "still": report()}
+        pending_calls.append(0)
+        reports = {"a": report(len(pending_calls)), "still": report()}
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
-    monkeypatch.setattr(management, "collect", collect)
+    monkeypatch.setattr(management, "collect_reports", collect)
     monkeypatch.setattr(live, "_EVERY_S", 0.01)
-    return asked
+    return pending_calls
 
 
 def model(name: str) -> SimpleNamespace:
@@ -57,8 +57,8 @@ def model(name: str) -> SimpleNamespace:
 def feed(run_dir: Path) -> live.LiveFigures:
     nothing: Callable[[], list[Any]] = list
     gateway: Any = SimpleNamespace(
-        models=SimpleNamespace(all=lambda: [model("a"), model("still")]),
-        regions=SimpleNamespace(all=nothing, listed_only=nothing),
+        models=SimpleNamespace(all_versions=lambda: [model("a"), model("still")]),
+        regions=SimpleNamespace(named_regions=nothing, unnamed_regions=nothing),
         settings=SimpleNamespace(id="x", arena_byte_size=4096),
         health=SimpleNamespace(ready=True),
         arena=SimpleNamespace(used=0),

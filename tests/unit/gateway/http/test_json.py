@@ -23,7 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
+from shmserve.gateway.compression import (
+    Inflater,
+    check_encoding,
+    compress_pieces,
+    preferred_encoding,
+)
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import parser, tensors
@@ -46,8 +51,8 @@ LIMIT = 1 << 20
 
 
 def one_input(**members: Any) -> dict[str, Any]:
-    given = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
-    return {"inputs": [{key: value for key, value in given.items() if value is not None}]}
+    tensor = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
+    return {"inputs": [{key: value for key, value in tensor.items() if value is not None}]}
 
 
 # --- parsing ---------------------------------------------------------------------------------
@@ -89,8 +94,8 @@ def test_an_error_keeps_no_reference_to_the_text(text: bytes) -> None:
         try:
             loads(text)
         except JsonFault as error:
-            told = weakref.ref(error)
-        assert told() is None
+            reference = weakref.ref(error)
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -333,9 +338,9 @@ def test_classification() -> None:
 
     assert classes(2) == {"Y": 2}
     assert classes(0) == classes(2**32) == {}
-    for wrong in (-1, "2", 2.5, True, None, [1], 2**64):
+    for wrong_value in (-1, "2", 2.5, True, None, [1], 2**64):
         with pytest.raises(JsonFault) as caught:
-            classes(wrong)
+            classes(wrong_value)
         assert caught.value.message == (
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -744,7 +749,7 @@ def test_an_output_must_fit_its_region() -> None:
     ],
 )
 def test_the_encoding_with_the_highest_weight_is_used(header: str, chosen: str) -> None:
-    assert accepted_encoding(header) == chosen
+    assert preferred_encoding(header) == chosen
 
 
 def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
@@ -756,7 +761,7 @@ def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
 
 @given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
 def test_compressed_bodies_round_trip(raw: bytes, step: int, encoding: str) -> None:
-    packed = b"".join(deflated([raw[:100], memoryview(raw)[100:]], encoding))
+    packed = b"".join(compress_pieces([raw[:100], memoryview(raw)[100:]], encoding))
     assert inflated(packed, step=step) == raw
     assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
 

@@ -110,6 +110,9 @@ def test_unknown_fields_are_logged_once_or_refused(
             assert kept({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
-    assert [each.args for each in caplog.records] == [("nobody_knows",), ("stream_options.odd",)]
+    assert [record.args for record in caplog.records] == [
+        ("nobody_knows",),
+        ("stream_options.odd",),
+    ]
     text = refusal({"temprature": 1}, refuse=True)
     assert text == "temprature: unknown field, did you mean 'temperature'?"

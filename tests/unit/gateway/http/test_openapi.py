@@ -21,9 +21,9 @@ OPERATIONS = [
 
 def served(path: str, method: str) -> Route:
     sample = path.replace("{version}", "12").replace("{model}", "m")
-    found = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
-    assert found is not None, path
-    return found[0]
+    route = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
+    assert route is not None, path
+    return route[0]
 
 
 def test_the_document_has_exactly_the_routes() -> None:
@@ -61,8 +61,8 @@ def _references(node: Any) -> Any:
         yield from ([node["$ref"]] if "$ref" in node else [])
         node = list(node.values())
     if isinstance(node, list | tuple):
-        for each in node:
-            yield from _references(each)
+        for child in node:
+            yield from _references(child)
 
 
 @pytest.mark.parametrize(("path", "form"), [("/v1/models", "OpenAIError"), ("/v2", "Error")])

@@ -133,9 +133,9 @@ def test_an_output_that_never_comes_is_a_deadlock() -> None:
     """Section 3.7: the error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
-    for each in (rig, plain):
-        each.submit()
-        each.respond("a", each.runs()["a"], b"", final=True)
+    for core in (rig, plain):
+        core.submit()
+        core.respond("a", core.runs()["a"], b"", final=True)
     only(rig.client_messages(), m.Responded)  # the end of a stream without the output is no error
     assert only(plain.client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
@@ -167,9 +167,9 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     for endpoint, submit in rig.sent():
         rig.finish(endpoint, submit.id)
-    told = only(rig.client_messages(), m.Failed)
-    assert (told.code, rig.core.live_requests, rig.memory.used) == ("UNSUPPORTED", 0, 0)
-    assert "has become decoupled" in told.message
+    failure = only(rig.client_messages(), m.Failed)
+    assert (failure.code, rig.core.live_requests, rig.memory.used) == ("UNSUPPORTED", 0, 0)
+    assert "has become decoupled" in failure.message
 
 
 def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_response() -> None:

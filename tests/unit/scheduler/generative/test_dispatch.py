@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
@@ -45,7 +45,7 @@ class Llm:
 
     def receive(self) -> list[Any]:
         posted = self.rig.workers.take()
-        self.rig.workers.posted = [each for each in posted if each[0] != self.peer]
+        self.rig.workers.posted = [item for item in posted if item[0] != self.peer]
         self.inbox += [message for peer, message in posted if peer == self.peer]
         return self.inbox
 
@@ -78,7 +78,9 @@ class Llm:
 
     def _step(self, message: g.Step) -> None:
         ofs = {begin.sequence: (begin.key, begin.sample) for begin in message.begin}
-        known = {n: (each.key, each.sample) for n, each in self.worker.known.items()} | ofs
+        known = {
+            n: (sequence.key, sequence.sample) for n, sequence in self.worker.known.items()
+        } | ofs
         stepped = self.worker.step(message)
         self.rig.now += MS
         self.rig.worker(self.peer, stepped)
@@ -103,7 +105,10 @@ def engine_settings(**given: Any) -> EngineSettings:
 
 def rig_of(settings: EngineSettings) -> Rig:
     return Rig(
-        decoupled=True, backend="llm", parameters={PARAMETER: settings.text}, max_batch_size=0
+        decoupled=True,
+        backend="llm",
+        parameters={ENGINE_PARAMETER: settings.text},
+        max_batch_size=0,
     )
 
 
@@ -214,13 +219,13 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     before = ended(rig)
     rig.supervisor(ProcessExited(100, "killed"))
     successor = Llm(rig, settings, pid=101, samples=samples)
-    resumed = [each for each in successor.receive() if isinstance(each, g.Prepare)]
+    resumed = [message for message in successor.receive() if isinstance(message, g.Prepare)]
     if not before:
         (prepare,) = resumed
         for had in prepare.resumed:
-            wanted, _ = alone(PROMPT, had.sample, llm.most)
+            expected, _ = alone(PROMPT, had.sample, llm.most)
             got = list(array("i", had.tokens))
-            assert got == wanted[: len(got)]
+            assert got == expected[: len(got)]
             # Each token is reported in the step that generates it.
             assert had.sent_characters == len(got)
     while successor.turn():
@@ -240,7 +245,7 @@ def test_restarted_samples_keep_their_tokens(first: int, second: int) -> None:
     codes: dict[int, str] = {}
     for pid, turns in enumerate((first, second, 10_000), 100):
         llm = Llm(rig, settings, pid=pid, most=20, samples=2, replays=True)
-        for prepare in [each for each in llm.receive() if isinstance(each, g.Prepare)]:
+        for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
             for had in prepare.resumed:
                 assert had.tokens.startswith(known.get(had.sample, b""))
                 known[had.sample] = had.tokens
@@ -278,10 +283,12 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     rig.workers.take()
     first = rig.start(3, 103)
     submit(rig, 3)
-    assert {peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)} == {first}
+    assert {peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)} == {
+        first
+    }
     stay = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
-    given = [peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)]
+    given = [peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)]
     assert sorted(given) in ([*stay, stay[1]], [stay[0], *stay])
 
 

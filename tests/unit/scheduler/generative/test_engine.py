@@ -136,10 +136,10 @@ def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: st
     waiting = [submit(rig, [2 + memory_range, 1, 4, 1, 5], 18) for memory_range in range(8)]
     began: list[int] = []
     while rig.turn():
-        going = [each for each in waiting if each.sequences]
-        running = [each.sequences[0].status is SequenceStatus.RUNNING for each in going]
+        going = [generation for generation in waiting if generation.sequences]
+        running = [generation.sequences[0].status is SequenceStatus.RUNNING for generation in going]
         assert running == sorted(running, reverse=True)
-        began += [each.key for each in going if each.sequences[0].generated == 1]
+        began += [generation.key for generation in going if generation.sequences[0].generated == 1]
     assert began == sorted(began)
     assert rig.engine.counts.preemptions[mode]
 

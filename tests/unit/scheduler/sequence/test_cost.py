@@ -63,12 +63,12 @@ def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
 def test_a_cancellation_costs_no_more_with_many_waiting(anew: bool) -> None:
     """The last requests of the sequence are cancelled, so that no later request ends with them."""
     tail = slice(None, -20, -1)
-    few, many = (cancelling(tail, each, each if anew else 0) for each in (FEW, MANY))
+    few, many = (cancelling(tail, count, count if anew else 0) for count in (FEW, MANY))
     assert many < few * 1.1
 
 
 def test_all_that_is_behind_costs_once_for_each() -> None:
-    few, many = (cancelling(slice(0, 1), each) / each for each in (FEW, MANY))
+    few, many = (cancelling(slice(0, 1), count) / count for count in (FEW, MANY))
     assert many < few * 1.1
 
 

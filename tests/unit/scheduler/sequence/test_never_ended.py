@@ -41,7 +41,9 @@ class Table:
     def turn(self) -> None:
         """Execute all slots with a request, after sequences that were idle too long have ended."""
         rows = [
-            (slot, each) for slot, each in enumerate(self.slots.sequences) if each and each.waiting
+            (slot, sequence)
+            for slot, sequence in enumerate(self.slots.sequences)
+            if sequence and sequence.waiting
         ]
         self.executed = self.sequences.start_rows(self.slots, rows)
         self.sequences.finish_batch(self.slots, self.now)

@@ -168,14 +168,18 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
-        found = {check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))}
-    assert not [name for name, verdict in found.items() if "cannot be inspected" in verdict.found]
-    assert found["packages"].state == found["HTTP parser"].state == OK
-    assert str(fd_limits.attainable()) in found["open files"].found
-    assert found["ports"].state == WRONG
-    assert f"pid {os.getpid()})" in found["ports"].found
-    assert found["run directory"] == ok(f"{tmp_path}/run")
-    assert found["models"].found == f"{tmp_path}/models contains no model"
+        verdicts = {
+            check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))
+        }
+    assert not [
+        name for name, verdict in verdicts.items() if "cannot be inspected" in verdict.found
+    ]
+    assert verdicts["packages"].state == verdicts["HTTP parser"].state == OK
+    assert str(fd_limits.attainable()) in verdicts["open files"].found
+    assert verdicts["ports"].state == WRONG
+    assert f"pid {os.getpid()})" in verdicts["ports"].found
+    assert verdicts["run directory"] == ok(f"{tmp_path}/run")
+    assert verdicts["models"].found == f"{tmp_path}/models contains no model"
 
 
 def test_a_check_that_fails_says_so() -> None:
@@ -198,7 +202,7 @@ def test_a_start_tells_what_is_not_well(
     monkeypatch.setattr(table, "CHECKS", checks)
     with caplog.at_level(logging.WARNING):
         table.check_at_start(config())
-    assert [each.getMessage() for each in caplog.records] == ["one: is little (have more)"]
+    assert [record.getMessage() for record in caplog.records] == ["one: is little (have more)"]
 
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +232,8 @@ def test_exit_status_is_the_worst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
 ) -> None:
     checks = [
-        table.HostCheck(name, state_is(each), verdict_of)
-        for name, each in (("one", OK), ("two", state), ("three", OK))
+        table.HostCheck(name, state_is(model_state), verdict_of)
+        for name, model_state in (("one", OK), ("two", state), ("three", OK))
     ]
     monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))
     assert cli.main(["doctor", "--json"]) == status

@@ -137,13 +137,13 @@ def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
     rig.steps = {"e": ["s"]}
     rig.lifecycle.load_on_demand("e")
     rig.happen(*EVENTS)
-    assert sorted(each.spec.name for each in rig.alive) == ["e", "s"]
+    assert sorted(version.spec.name for version in rig.alive) == ["e", "s"]
     for name in ("e", "s"):
         rig.lifecycle.unload(name, on_demand=True)
     rig.happen(*EVENTS)
     rig.lifecycle.load_on_demand("s")
     rig.happen(*EVENTS)
-    assert [each.spec.name for each in rig.alive] == ["s"]
+    assert [version.spec.name for version in rig.alive] == ["s"]
 
 
 def ensemble(*loaded: str) -> LifecycleRig:

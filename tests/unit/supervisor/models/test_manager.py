@@ -78,8 +78,8 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     registry = ModelRegistry()
     nobody = MagicMock()
     parts = (processes.context, planner, registry, Publications(), nobody)
-    made = ModelManager(LifecycleExecutor(*parts))
-    return made, RepositoryPoller(processes.context, planner, registry, made)
+    manager = ModelManager(LifecycleExecutor(*parts))
+    return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
 
 @pytest.mark.parametrize("moment", ["reading", "waiting"])
@@ -233,7 +233,9 @@ def test_only_what_differs_is_sent() -> None:
 
     def sent(published: list[ModelPublished], absent: list[str]) -> list[Any]:
         gateway.sent.clear()
-        publications.update(gateway, "m", {each.version: each for each in published}, absent)
+        publications.update(
+            gateway, "m", {publication.version: publication for publication in published}, absent
+        )
         return gateway.sent[:]
 
     assert sent([], ["1"]) == [GONE]

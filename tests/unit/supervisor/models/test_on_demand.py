@@ -43,7 +43,7 @@ BOUNDS = st.integers(0, 20)
 
 @given(residents(), BOUNDS)
 def test_nobody_leaves_who_stays_or_is_needed(models: list[Resident], bound: int) -> None:
-    by_name = {each.name: each for each in models}
+    by_name = {model.name: model for model in models}
     gone: set[str] = set()
     for name in to_unload(models, bound, 10):
         assert not by_name[name].must_stay
@@ -57,21 +57,25 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
 ) -> None:
     names = to_unload(models, bound, 10)
     gone: set[str] = set()
-    here = {each.name: each for each in models}
+    here = {resident.name: resident for resident in models}
 
     def over() -> bool:
-        return bool(bound) and sum(each.byte_size for each in here.values()) > bound
+        return bool(bound) and sum(resident.byte_size for resident in here.values()) > bound
 
     def idle(each: Resident) -> bool:
         return 0 < each.idle_ns <= 10 - each.used_ns
 
     def free() -> list[Resident]:
-        return [each for each in here.values() if not each.must_stay and each.users <= gone]
+        return [
+            resident
+            for resident in here.values()
+            if not resident.must_stay and resident.users <= gone
+        ]
 
     for name in names:
         assert over() or idle(here[name])
         if over():
-            assert here[name].used_ns == min(each.used_ns for each in free())
+            assert here[name].used_ns == min(resident.used_ns for resident in free())
         del here[name]
         gone.add(name)
     assert not (over() and free())
@@ -118,7 +122,7 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
     use = MemoryUse()
 
     def found(*models: Any) -> list[int]:
-        return [use.byte_size(each) for each in models]
+        return [use.byte_size(model) for model in models]
 
     assert found(model("a", a)) == [0], "nothing is known"
     asyncio.run(use.measure([a, b, coming]))

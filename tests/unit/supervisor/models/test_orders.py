@@ -136,7 +136,9 @@ class Server(Processes):
 
     def worker(self, name: str) -> Any:
         """The last process of a model's instance."""
-        return [each for each in self.started if each.title.startswith(f"worker {name}.")][-1]
+        return [process for process in self.started if process.title.startswith(f"worker {name}.")][
+            -1
+        ]
 
 
 def live(story: Callable[[], Awaitable[None]]) -> None:
@@ -355,7 +357,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         )
         await server.load("s")
         server.sent.clear()
-        workers = [each for each in server.started if each.title.startswith("worker s.")]
+        workers = [process for process in server.started if process.title.startswith("worker s.")]
         workers[0].kill()
         version = server.registry.model("s").serving["1"]
         await until_async(
@@ -480,7 +482,7 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
 def pids(server: Server, name: str) -> dict[str, list[int]]:
     """The processes of each version that serves."""
     serving = server.registry.model(name).serving
-    return {version: each.instances.pids() for version, each in serving.items()}
+    return {version: model_version.instances.pids() for version, model_version in serving.items()}
 
 
 def test_a_reload_touches_only_versions_that_differ() -> None:
@@ -602,7 +604,12 @@ def test_an_unload_gives_up_the_loads_that_have_not_begun_and_none_after_it() ->
         server.load_held()
         outcomes = await asyncio.gather(*before, unload, after, return_exceptions=True)
         text = "failed to load 's', no version is available"
-        assert [getattr(each, "message", None) for each in outcomes] == [None, text, None, None]
+        assert [getattr(outcome, "message", None) for outcome in outcomes] == [
+            None,
+            text,
+            None,
+            None,
+        ]
         assert server.note("s") == "c"
         await server.end()
 

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.host.console import StartupReport, example_command
+from shmserve.supervisor.host.console import StartupReport, example_command, model_table
 from shmserve.supervisor.models import registry
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
@@ -94,7 +94,9 @@ def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
 
 def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
-    unloaded, failed = (model(outcomes={"1": each}) for each in (UNLOADED, LoadOutcome("broken")))
+    unloaded, failed = (
+        model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
+    )
     shown = [
         [row["reason"] for row in index_rows("m", statuses(facts), memory_range, ready=False)]
         for facts in (unloaded, failed)
@@ -139,7 +141,7 @@ def test_the_report_of_the_start_says_once_what_has_changed(
         caplog.clear()
         seen.update(now)
         report.update()
-        return [(each.levelname, each.getMessage().split(" (")[0]) for each in caplog.records]
+        return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
     assert said(a="loading") == []
     with report:
@@ -248,3 +250,13 @@ def test_a_command_to_try_is_of_a_model_with_few_elements(
 ) -> None:
     assert command in example_command(models, "URL")
     assert bool(command) == bool(example_command(models, "URL"))
+
+
+def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:
+    reason = "the file\n" + "is not valid, " * 20
+    rows = [{"name": "a", "version": "1", "state": "READY"}, {"name": "bc", "reason": reason}]
+    table = model_table(rows)
+    assert {len(line) for line in table} == {len(table[0])}
+    assert len(table[0]) <= 105
+    shown = " ".join(line.split("|")[3].strip() for line in table[4:-1])
+    assert shown == " ".join(reason.split())

@@ -184,7 +184,7 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
 
 @pytest.mark.parametrize(
     ("spaces", "files"),
-    [*((False, each) for each in FILES), *((True, each) for each in SPACED)],
+    [*((False, file) for file in FILES), *((True, file) for file in SPACED)],
 )
 def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
@@ -206,7 +206,12 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
 
 def unigram() -> str:
     """Return the tokenizer.json of a Unigram model, like that of T5."""
-    pieces = [("<unk>", 0.0), ("▁the", -1.0), ("▁fox", -1.0), *((each, -5.0) for each in "▁thefox")]
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁the", -1.0),
+        ("▁fox", -1.0),
+        *((character, -5.0) for character in "▁thefox"),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -238,7 +243,7 @@ def test_classes_that_replace_other_parts_are_refused(
 def test_each_field_in_the_guide_is_tested() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", (GUIDE / "checkpoints.md").read_text(), re.MULTILINE)
     fields = {field for row in rows for field in re.findall(r"`([a-z_]+)`", row)}
-    tests = "".join(each.read_text() for each in Path(__file__).parent.glob("*.py"))
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
     tests += Path(hf_folders.__file__).read_text()
     assert {"quantization_config", "added_tokens_decoder"} <= fields
     assert not {field for field in fields if field not in tests}
@@ -292,16 +297,16 @@ def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     prompt = [9, 8, 7]
-    told = generated(folder(), prompt, max_new_tokens=30)
-    stop = told[12]
-    memory_range = told.index(stop)
+    expected = generated(folder(), prompt, max_new_tokens=30)
+    stop = expected[12]
+    memory_range = expected.index(stop)
     text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop)
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
         scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
         scheduler.run()
-        assert scheduler.responses[1][-1]["token_ids"] == told[: memory_range + 1]
+        assert scheduler.responses[1][-1]["token_ids"] == expected[: memory_range + 1]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
         assert text not in scheduler.responses[1][-1]["text_output"][0]
         assert scheduler.responses[2][-1]["finish_reason"] == ["length"]
@@ -484,8 +489,8 @@ def test_one_of_several_templates_is_used(
             edit(path, name, chat_template=content)
         else:
             (path / name).write_text(content)
-    found = Checkpoint.open(path)
-    chat = ChatTemplate(found.templates, found.special)
+    checkpoint = Checkpoint.open(path)
+    chat = ChatTemplate(checkpoint.templates, checkpoint.special)
     assert chat.render({"messages": MESSAGES, **more}) == text
 
 
@@ -530,19 +535,19 @@ def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m", shards=2)
     drawn = weights(config(), seed=9)
     save_weights(path, drawn)
-    found = Checkpoint.open(path)
-    assert torch.equal(found.weight("model.norm.weight"), drawn["model.norm.weight"])
+    checkpoint = Checkpoint.open(path)
+    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn["model.norm.weight"])
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
-    made = config(tie_word_embeddings=True)
-    drawn = weights(made)
+    configuration = config(tie_word_embeddings=True)
+    drawn = weights(configuration)
     embedding = drawn["model.embed_tokens.weight"]
     head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
     cases = {
         "both": {**drawn, "lm_head.weight": head},
         "head": {**drawn, "lm_head.weight": embedding},
-        "base": {name.removeprefix("model."): each for name, each in drawn.items()},
+        "base": {name.removeprefix("model."): weight for name, weight in drawn.items()},
     }
     del cases["head"]["model.embed_tokens.weight"]
     for name, tensors in cases.items():

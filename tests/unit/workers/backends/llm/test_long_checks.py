@@ -17,7 +17,7 @@ def test_logits_have_the_bits_that_they_have_alone() -> None:
         schedule = Schedule(seed)
         schedule.run()
         counts += schedule.counts
-    assert all(counts[each] for each in ("swapped", "copied_on_write", "prefix_hits"))
+    assert all(counts[counter] for counter in ("swapped", "copied_on_write", "prefix_hits"))
 
 
 @pytest.mark.usefixtures("cleared")
