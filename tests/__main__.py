@@ -68,11 +68,11 @@ class Suite:
 
     def pieces(self, lane: dict[str, int]) -> deque[list[str]]:
         """The test files of a lane, each in one piece."""
-        found: deque[list[str]] = deque()
+        chunks: deque[list[str]] = deque()
         for folder, count in lane.items():
             files = sorted(map(str, (self._folder / folder).rglob("test_*.py")))
-            found += [files[first::count] for first in range(count)]
-        return found
+            chunks += [files[first::count] for first in range(count)]
+        return chunks
 
     def run(self) -> int:
         """Run every piece, and once more what failed; returns 0 when nothing failed twice."""

@@ -107,17 +107,17 @@ def http(server: servers.Server) -> Iterator[Http]:
 @pytest.fixture
 def pool(server: servers.Server) -> Iterator[RequestPool]:
     """Yield a pool of requests to the test's server; all have completed when it ends."""
-    with request_pool(server) as made:
-        yield made
+    with request_pool(server) as pool_of_requests:
+        yield pool_of_requests
 
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """A folder for sockets, whose paths are short, that every user may enter."""
-    made = Path(tempfile.mkdtemp(prefix="st-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
+    folder_path = Path(tempfile.mkdtemp(prefix="st-"))
+    folder_path.chmod(0o711)
+    yield folder_path
+    shutil.rmtree(folder_path)
 
 
 @pytest.fixture(autouse=True)

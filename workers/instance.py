@@ -195,7 +195,7 @@ class WorkerInstance:
         began_ns = time.monotonic_ns()
         is_readable = False
         # Polling would keep the GIL from the threads of the model.
-        if not self.link.has_open and self._busy_poll.pays[live > 0]:
+        if not self.link.has_open and self._busy_poll.should_spin[live > 0]:
             until_ns = began_ns + SPIN_NS
             while not is_readable and not control.inbox and time.monotonic_ns() < until_ns:
                 os.sched_yield()

@@ -23,7 +23,7 @@ from shmserve.config.server import ServerConfig, from_flags
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.processes import name_process
+from shmserve.ipc.processes import set_process_title
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
 
 def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:
     logs.configure("check", config.log)
-    name_process("check")
+    set_process_title("check")
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )

@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.protocols import AdminTransport, InputTensor, OutgoingRequest, Transport, servers
+from shmserve.protocols import (
+    AdminTransport,
+    InputTensor,
+    OutgoingRequest,
+    Parameter,
+    Transport,
+    servers,
+)
 from shmserve.protocols.tensors import encode, input_named, load, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
@@ -72,8 +80,26 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
             int(args.sequence) if args.sequence.isdecimal() else args.sequence,
             args.start,
             args.end,
+            parameters=dict(map(_parameter, args.parameter)),
         )
     )
+
+
+def _parameter(text: str) -> tuple[str, Parameter]:
+    """Return the name and the value of a `--parameter`. Raises InvalidArgument."""
+    name, value = split_input(text, "parameter")
+    found: Any = value
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(value)
+    if isinstance(found, int) and not -(2**63) <= found < 2**63:
+        raise InvalidArgument(f"--parameter: '{name}' must be a 64-bit integer, got {value}")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise InvalidArgument(f"--parameter: '{name}' must be a finite number, got {value}")
+    if not isinstance(found, bool | int | float | str):
+        raise InvalidArgument(
+            f"--parameter: '{name}' must be true, false, a number or a string, got {value}"
+        )
+    return name, found
 
 
 def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:

@@ -22,6 +22,8 @@ from shmserve.protocols.tensors import ModelTensor, decode
 
 NOT_READY = "the server is not ready"
 
+Parameter = bool | int | float | str
+
 
 class TransportError(Unavailable):
     """The error of a transport: no connection, a rejected request, or a malformed response."""
@@ -81,12 +83,13 @@ class OutgoingRequest:
     start: bool = False
     end: bool = False
     parts: Mapping[str, RegionPart] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
-    def sequence_parameters(self) -> dict[str, int | str | bool]:
-        """Return the parameters of the request's sequence, as protocols name them."""
-        parameters = {"sequence_id": self.sequence, "sequence_start": self.start}
-        parameters["sequence_end"] = self.end
-        return {name: value for name, value in parameters.items() if value}
+    def request_parameters(self) -> dict[str, Parameter]:
+        """Return the parameters, including those of the sequence, as protocols name them."""
+        sequence = {"sequence_id": self.sequence, "sequence_start": self.start}
+        sequence["sequence_end"] = self.end
+        return {**self.parameters, **{name: value for name, value in sequence.items() if value}}
 
 
 @dataclass(frozen=True, slots=True)

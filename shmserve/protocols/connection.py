@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.processes import PreciseWait, exact_timers
+from shmserve.ipc.processes import PreciseWait, disable_timer_slack
 from shmserve.protocols import Address, Credentials
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
@@ -29,7 +29,7 @@ class Poller:
     """An event loop for one thread: handlers of descriptors, called when these are ready."""
 
     def __init__(self) -> None:
-        exact_timers()
+        disable_timer_slack()
         self._epoll = select.epoll()
         self._short_wait = PreciseWait(self._epoll.fileno())
         self._handlers: dict[int, Callable[[int], None]] = {}

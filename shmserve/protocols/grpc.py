@@ -31,6 +31,7 @@ from shmserve.protocols import (
     Credentials,
     LaneObserver,
     OutgoingRequest,
+    Parameter,
     TransportError,
     output,
     response,
@@ -175,7 +176,7 @@ def infer_message(request: OutgoingRequest) -> Any:
     )
     if request.timeout_us:
         asked.parameters["deadline_us"].int64_param = request.timeout_us
-    set_parameters(asked, request.sequence_parameters())
+    set_parameters(asked, request.request_parameters())
     for tensor in request.inputs:
         added = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if tensor.part:
@@ -189,7 +190,7 @@ def infer_message(request: OutgoingRequest) -> Any:
     return asked
 
 
-def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None:
+def set_parameters(message: Any, values: Mapping[str, Parameter]) -> None:
     """Set parameters of a request, an input or an output."""
     for name, value in values.items():
         if isinstance(value, bool):
@@ -197,6 +198,8 @@ def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None
         elif isinstance(value, int):
             # The protocol has no other integers for it; the server reads it without the sign.
             message.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
+        elif isinstance(value, float):
+            message.parameters[name].double_param = value
         else:
             message.parameters[name].string_param = value
 

@@ -233,7 +233,7 @@ def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["deadline_us"] = request.timeout_us
-    parameters |= request.sequence_parameters()
+    parameters |= request.request_parameters()
     inputs = [
         {
             "name": tensor.name,
@@ -501,7 +501,7 @@ class GenerateDoor(HttpDoor):
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return the bytes of a POST request to .../generate_stream."""
         body: dict[str, Any] = {tensor.name: _value(tensor) for tensor in request.inputs}
-        body |= request.sequence_parameters()
+        body |= request.request_parameters()
         path = f"{model_path(request.model, request.version)}/generate_stream"
         return self.post(path, json.dumps(body).encode(), _JSON)
 

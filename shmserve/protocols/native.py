@@ -77,6 +77,7 @@ class NativeTransport:
                 sequence=request.sequence,
                 start=request.start,
                 end=request.end,
+                parameters=request.parameters,
             ) as results:
                 for result in results:
                     outputs = [_output(name, datatypes[name], result[name]) for name in result]
@@ -155,6 +156,7 @@ class NativeDoor:
             sequence=request.sequence or 0,
             start=request.start,
             end=request.end,
+            parameters=request.parameters,
         )
 
     def _in_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:

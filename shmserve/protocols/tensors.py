@@ -45,11 +45,11 @@ def input_named(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
     return inputs[name]
 
 
-def split_input(text: str) -> tuple[str, str]:
+def split_input(text: str, flag: str = "input") -> tuple[str, str]:
     """Return the name and the value of an `--input`. Raises InvalidArgument."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise InvalidArgument(f"--input: expected NAME=VALUE, got '{text}'")
+        raise InvalidArgument(f"--{flag}: expected NAME=VALUE, got '{text}'")
     return name, value
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import model_spec
-from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, LLM_BACKEND, EngineSettings
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import (
     MAX_STREAMS,
@@ -18,7 +18,7 @@ from shmserve.ipc.model_spec import (
     ModelSpec,
     SequenceBatching,
     Strategy,
-    max_streams,
+    parse_max_streams,
 )
 from shmserve.ipc.tensors.padding import Padding
 
@@ -145,8 +145,10 @@ class Settings:
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
         ordered = dynamic is not None and dynamic.preserve_ordering
-        engine = config.parameters.get(PARAMETER, "") if config.backend == GENERATIVE else ""
-        streams = max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
+        engine = (
+            config.parameters.get(ENGINE_PARAMETER, "") if config.backend == LLM_BACKEND else ""
+        )
+        streams = parse_max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
         return cls(
             name=config.name,
             version=version,
@@ -172,11 +174,13 @@ class Settings:
 
 def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | None) -> Batching:
     rules = replace(_batching(dynamic, config.max_batch_size), padding=padding)
-    match config.parameters.get(model_spec.STRATEGY):
+    match config.parameters.get(model_spec.STRATEGY_PARAMETER):
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target_ms = model_spec.target_ms(config.parameters.get(model_spec.TARGET, ""))
+            target_ms = model_spec.parse_target_ms(
+                config.parameters.get(model_spec.TARGET_PARAMETER, "")
+            )
             return replace(rules, target_ns=round((target_ms or 0) * 1e6))
         case _:
             return rules

@@ -47,10 +47,10 @@ class Call:
             return
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
-        told: dict[str, Any] = {"id": response.id, "version": response.model_version}
-        told["outputs"] = {output.name: _told(result, output) for output in response.outputs}
-        told["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
-        self._messages.append(told | ({"final": final} if self._ask.stream else {}))
+        description: dict[str, Any] = {"id": response.id, "version": response.model_version}
+        description["outputs"] = {output.name: _told(result, output) for output in response.outputs}
+        description["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
+        self._messages.append(description | ({"final": final} if self._ask.stream else {}))
         self.done = final or not self._ask.stream
 
     def cancel(self) -> None:
@@ -83,25 +83,25 @@ class Caller:
         with grpc.InferenceServerClient(self._address) as client:
             last: Any = None
             while True:
-                found = client.get_inference_statistics(model, as_json=True)
-                if found == last:
-                    return _counts(found["model_stats"][0])
-                last = found
+                statistics = client.get_inference_statistics(model, as_json=True)
+                if statistics == last:
+                    return _counts(statistics["model_stats"][0])
+                last = statistics
                 time.sleep(0.15)
 
 
 def _inputs(ask: Ask) -> list[grpc.InferInput]:
-    given: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
+    fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
     if ask.value is not None:
         full = [ask.value] * (ask.rows * ask.columns)
-        given["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
-    made = []
-    for name, (datatype, shape, values) in given.items():
+        fields["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
+    calls = []
+    for name, (datatype, shape, values) in fields.items():
         one = grpc.InferInput(name, list(shape), datatype)
         kind = np.object_ if datatype == "BYTES" else triton_to_np_dtype(datatype)
         one.set_data_from_numpy(np.array(values, kind).reshape(list(shape)))
-        made.append(one)
-    return made
+        calls.append(one)
+    return calls
 
 
 def _error(error: InferenceServerException | None) -> list[str]:

@@ -27,7 +27,7 @@ class Difference:
 def _shown(where: str, value: Any) -> str:
     """Of batches of another number, only whose they are."""
     if where == "batches" and isinstance(value, list):
-        value = [[told["id"] or "-" for told in batch["batch"]] for batch in value]
+        value = [[entry["id"] or "-" for entry in batch["batch"]] for batch in value]
     return str(value)
 
 
@@ -38,12 +38,12 @@ def differences(ours: Record, theirs: Record) -> list[Difference]:
 
 def judge(found: Sequence[Difference], known: Sequence[Known]) -> list[str]:
     """What is not as it should be: differences that nobody knows, and known ones that have gone."""
-    wrong = [
+    wrong_cases = [
         str(difference)
         for difference in found
         if not any(fnmatchcase(difference.where, one.where) for one in known)
     ]
-    return wrong + [
+    return wrong_cases + [
         f"{one.where}: no difference any more, although: {one.reason}"
         for one in known
         if not any(fnmatchcase(difference.where, one.where) for difference in found)

@@ -133,19 +133,19 @@ class Player:
 
     def _pending(self) -> int:
         with urllib.request.urlopen(self._metrics, timeout=10) as page:
-            found = _PENDING.findall(page.read().decode())
-        return sum(int(float(count)) for name, count in found if name in self._queues)
+            ports = _PENDING.findall(page.read().decode())
+        return sum(int(float(count)) for name, count in ports if name in self._queues)
 
 
 def _comparable(visit: Visit) -> dict[str, Any]:
     """What it told; of a row that is nobody's, its inputs have values by chance."""
-    told = {key: value for key, value in visit.message.items() if key not in ("pid", "rows")}
-    for row in told["batch"]:
+    message = {key: value for key, value in visit.message.items() if key not in ("pid", "rows")}
+    for row in message["batch"]:
         if not row["id"] and "INPUT0" in row["tensors"]:
             row["tensors"]["INPUT0"][2] = None
-    return told
+    return message
 
 
 def _labels(visit: Visit) -> list[str]:
     """The requests in an execution; a row of none has no id."""
-    return [told["id"] for told in visit.batch if told["id"]]
+    return [row["id"] for row in visit.batch if row["id"]]

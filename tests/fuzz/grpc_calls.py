@@ -140,7 +140,7 @@ class _Client:
         elif scene.begun:
             call: Any = scene.begun[self.number() % len(scene.begun)]
             if kind == 22:
-                (call.on_timeout, call._expired)[self.number() % 2]()
+                (call.on_timeout, call._on_deadline)[self.number() % 2]()
             elif isinstance(call, StreamingCall) and self.number() > 0xC0:
                 call.fail(StatusCode.UNAVAILABLE, "no")
             else:
@@ -170,17 +170,17 @@ async def _play(data: bytes) -> None:
         scene = Scene()
         client = _Client(scene, data)
         for _ in range(_MOST_STEPS):
-            if not client.has_more or scene.transport.closed or scene.connection._ended:
+            if not client.has_more or scene.transport.closed or scene.connection._is_closing:
                 break
             client.step()
             if client.number() % 2:
                 await asyncio.sleep(0)
             client.look()
         scene.connection.connection_lost(None)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=10)
-        assert all(task.done() for task in others), "a task goes on"
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if other_tasks:
+            await asyncio.wait(other_tasks, timeout=10)
+        assert all(task.done() for task in other_tasks), "a task goes on"
         assert all(call.done for call in scene.begun)
         assert not scene.connection.http2.streams
         assert not scene.connection.http2.sending.waiting

@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.api.shared_memory import check_name
+from shmserve.gateway.api.shared_memory import check_region_name
 from shmserve.gateway.compression import Inflater, check_encoding, preferred_encoding
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
@@ -107,22 +107,22 @@ class _Bytes:
 
 def http(data: bytes) -> None:
     """A request: its target, headers and body."""
-    given = _Bytes(data)
-    kind = given.number(1) % 5
+    drawn_bytes = _Bytes(data)
+    kind = drawn_bytes.number(1) % 5
     with _refused(data):
         if kind == 0:
-            _inference(given)
+            _inference(drawn_bytes)
         elif kind == 1:
-            _compressed(given)
+            _compressed(drawn_bytes)
         elif kind == 2:
-            found = ROUTES.find(given.rest.decode("latin-1"))
+            found = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
             assert found is None or len(found[1]) < 3
         elif kind == 3:
-            text = given.rest.decode("latin-1")
+            text = drawn_bytes.rest.decode("latin-1")
             size = header_size(text, 1000)
             assert 0 <= size <= 1000
         else:
-            text = given.rest.decode("latin-1")
+            text = drawn_bytes.rest.decode("latin-1")
             assert preferred_encoding(text) in ("identity", "gzip", "deflate")
             check_encoding(text)
 
@@ -172,10 +172,10 @@ def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
 def _same_with_other_numbers(body: bytes) -> None:
     """A JSON like one that is known is read another way, to the same end or none."""
     cache: Any = BoundedCache(1)
-    given = Fingerprint(body, 0)
+    fingerprint = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
-    if not worth_preparing(cache, given) and worth_preparing(cache, given):
-        store_template(cache, given, wire, _Inline())  # type: ignore[arg-type]
+    if not worth_preparing(cache, fingerprint) and worth_preparing(cache, fingerprint):
+        store_template(cache, fingerprint, wire, _Inline())  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
     found: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
     if found is not None:
@@ -224,7 +224,7 @@ def register(data: bytes) -> None:
     with _refused(data):
         found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
-            check_name(found[1][0])
+            check_region_name(found[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
@@ -251,8 +251,8 @@ def _edge(given: _Bytes) -> int:
 
 def ranges(data: bytes) -> None:
     """Offsets and sizes, against arithmetic on paper."""
-    given = _Bytes(data)
-    offset, size, start, extent, limit = (_edge(given) for _ in range(5))
+    drawn_bytes = _Bytes(data)
+    offset, size, start, extent, limit = (_edge(drawn_bytes) for _ in range(5))
     inside = offset >= 0 and size >= 0 and offset + size <= limit
     assert fits(offset, size, limit) == inside
     for value in (offset, size, float(size), str(size), size > 0, None):
@@ -270,7 +270,7 @@ def ranges(data: bytes) -> None:
         memory_range = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= memory_range.offset
         assert memory_range.offset + memory_range.byte_size <= start + extent
-    _spans(given)
+    _spans(drawn_bytes)
 
 
 def _spans(given: _Bytes) -> None:
@@ -365,17 +365,17 @@ def _decoded(given: _Bytes) -> None:
     """However a stream is cut, the same comes out of it, and no more than went in."""
     step = given.number(1) + 1
     stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
-    whole, cut = zmtp.Decoder(), zmtp.Decoder()
-    taken = whole.feed(stream)
+    uncut, cut = zmtp.Decoder(), zmtp.Decoder()
+    taken = uncut.feed(stream)
     pieces = []
     for at in range(0, len(stream), step):
         if not cut.broken:
             pieces += cut.feed(stream[at : at + step])
-    assert whole.held <= len(stream)
+    assert uncut.held <= len(stream)
     assert sum(map(len, taken)) <= len(stream)
     assert pieces == taken
-    assert (cut.broken, cut.dropped) == (whole.broken, whole.dropped)
-    assert cut.properties == whole.properties
+    assert (cut.broken, cut.dropped) == (uncut.broken, uncut.dropped)
+    assert cut.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in taken:
             frames.unpack(frame)

@@ -39,11 +39,11 @@ def main() -> int:
     check = CHECKS[arguments.check]
     began = time.monotonic()
     try:
-        told = check.run(arguments.size or check.size, arguments.first)
+        report = check.run(arguments.size or check.size, arguments.first)
     except AssertionError as error:
         print(f"{arguments.check}: {error}")
         return 1
-    print(f"{told} ({time.monotonic() - began:.1f} s)")
+    print(f"{report} ({time.monotonic() - began:.1f} s)")
     return 0
 
 

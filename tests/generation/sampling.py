@@ -30,15 +30,19 @@ _OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # else there are p
 
 def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
     engine = {"kv_cache_blocks": 4 * _SAMPLES}
-    found: list[Any] = []
+    p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
         for key in range(1, -(-texts // _SAMPLES) + 1):
-            asked: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
-            scheduler.add(key, **asked, **settings, n=_SAMPLES, seed=seed + key)
+            request: dict[str, Any] = {
+                "input_ids": PROMPT,
+                "max_tokens": LENGTH,
+                "ignore_eos": True,
+            }
+            scheduler.add(key, **request, **settings, n=_SAMPLES, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)
-            found += zip(*[iter(tokens)] * LENGTH, strict=True)
-    return found[:texts]
+            p_values += zip(*[iter(tokens)] * LENGTH, strict=True)
+    return p_values[:texts]
 
 
 def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
@@ -68,12 +72,12 @@ def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: in
 
 def run(size: int, first: int = 0) -> str:
     """So many texts of each at each of the settings. Raises AssertionError."""
-    found: dict[str, float] = {}
+    p_values: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="shmserve-sampling-") as folder:
         path = write_folder(Path(folder) / "model")
         for number, settings in enumerate(SETTINGS):
             p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first)
-            found[str(settings)] = p_value
+            p_values[str(settings)] = p_value
             assert p_value > LEAST, f"{settings}: p = {p_value:g}"
-    told = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in found.items())
-    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {told}"
+    summary = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in p_values.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {summary}"

@@ -84,8 +84,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def problem(value: Any, schema: dict[str, Any]) -> str:
     """What is wrong with a value by one of the schemas that are `drawn`; "": nothing."""
     if "anyOf" in schema:
-        found = [problem(value, option) for option in schema["anyOf"]]
-        return "" if "" in found else f"{value!r} is none of {schema['anyOf']}"
+        problems = [problem(value, option) for option in schema["anyOf"]]
+        return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
     if "enum" in schema:
         known = any(type(value) is type(option) and value == option for option in schema["enum"])
         return "" if known else f"{value!r} is not in {schema['enum']}"
@@ -149,16 +149,16 @@ def answers(
 def run(size: int, first: int = 0) -> str:
     """So many schemas. Raises AssertionError for an answer that is not valid."""
     draw = random.Random(first)
-    wanted = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    expected = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
         path = write_folder(Path(folder) / "model")
         for begin in range(0, size, _TOGETHER):
-            schemas = wanted[begin : begin + _TOGETHER]
+            schemas = expected[begin : begin + _TOGETHER]
             rig = Path(folder) / f"rig{begin}"
             texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
             tokens += count
             for schema, text in zip(schemas, texts, strict=True):
-                found = problem(json.loads(text), schema)
-                assert not found, f"{found}: {text} by {schema}"
+                violation = problem(json.loads(text), schema)
+                assert not violation, f"{violation}: {text} by {schema}"
     return f"{size} schemas up to {_DEEPEST} deep: all answers are valid ({tokens} tokens)"

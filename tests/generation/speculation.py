@@ -96,16 +96,21 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
     }
     assert all(joint[text] for text in counts)
     likely = [text for text, probability in joint.items() if probability * texts >= 8]
-    found = [counts[text] for text in likely]
-    wanted = [joint[text] * texts for text in likely]
-    found, wanted = [*found, texts - sum(found) + 1], [*wanted, texts - sum(wanted) + 1]
-    return float(chisquare(found, wanted, sum_check=False).pvalue)
+    observed = [counts[text] for text in likely]
+    expected = [joint[text] * texts for text in likely]
+    observed, expected = (
+        [*observed, texts - sum(observed) + 1],
+        [*expected, texts - sum(expected) + 1],
+    )
+    return float(chisquare(observed, expected, sum_check=False).pvalue)
 
 
 def run(size: int, first: int = 0) -> str:
     """So many texts at each of the settings. Raises AssertionError."""
-    found = {str(settings): chance(settings, size, first) for settings in SETTINGS}
-    for settings, figures in found.items():
+    p_values = {str(settings): chance(settings, size, first) for settings in SETTINGS}
+    for settings, figures in p_values.items():
         assert figures > LEAST, f"{settings}: p = {figures:g}"
-    told = ", ".join(f"{settings} {figures:.3f}" for settings, figures in found.items())
-    return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {told}"
+    summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
+    return (
+        f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"
+    )

@@ -35,9 +35,9 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
     total = 0.0
     for begin in range(0, _ROWS * _LENGTH, _LENGTH):
         row = tokens[begin : begin + _LENGTH]
-        made = Pass(_LENGTH)
-        made.add(row, 0, [0])
-        logits = model.forward(made, cache, Attention(cache), list(range(_LENGTH - 1)))
+        forward_pass = Pass(_LENGTH)
+        forward_pass.add(row, 0, [0])
+        logits = model.forward(forward_pass, cache, Attention(cache), list(range(_LENGTH - 1)))
         total += float(functional.cross_entropy(logits, torch.tensor(row[1:])))
     return math.exp(total / _ROWS)
 
@@ -54,12 +54,14 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             scheduler.step()
             scheduler.swap(next(iter(scheduler.running.values())))
         scheduler.run()
-        found = {key: scheduler.tokens(key) for key in prompts}
+        generated = {key: scheduler.tokens(key) for key in prompts}
     for key, prompt in prompts.items():
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + found[key]])).logits[0, len(prompt) - 1 : -1]
+            logits = reference(torch.tensor([prompt + generated[key]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         best = logits.amax(-1)
-        mine = logits.gather(1, torch.tensor(found[key]).unsqueeze(1)).squeeze(1)
+        mine = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
         assert bool((best - mine < _CLOSE).all()), f"a greedy text differs behind {prompt}"
 
 

@@ -197,8 +197,8 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
     within = [result for result in fixed if result.p99_ms <= target_ms]
     best = max(within, key=lambda each: each.per_second)
     rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
-    made = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
-    return Compared(curve.name, load, target_ms, made, best)
+    adaptive = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
+    return Compared(curve.name, load, target_ms, adaptive, best)
 
 
 def main() -> None:

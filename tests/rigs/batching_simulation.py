@@ -58,19 +58,19 @@ class Arriving:
     @classmethod
     def closed_loop(cls, clients: int, requests: int, think_ns: Callable[[], float]) -> Arriving:
         """So many clients, each with one request at a time, that pause in between."""
-        made = cls()
-        made._think, made._to_come = think_ns, requests
-        made.returned(1, clients)
-        return made
+        load = cls()
+        load._think, load._to_come = think_ns, requests
+        load.returned(1, clients)
+        return load
 
     @classmethod
     def open_loop(cls, per_second: float, requests: int, seed: int = 1) -> Arriving:
         """Requests that come as they come, as Poisson has it."""
-        made, gaps, at = cls(), random.Random(seed), 1.0
+        load, gaps, at = cls(), random.Random(seed), 1.0
         for _ in range(requests):
             at += gaps.expovariate(per_second) * 1e9
-            made.due.append(int(at))
-        return made
+            load.due.append(int(at))
+        return load
 
     def returned(self, now_ns: int, count: int) -> None:
         """So many clients have their response, and go on after a pause."""

@@ -47,10 +47,10 @@ class Page:
             message["sessionId"] = self._session
         os.write(self._writing, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                assert "error" not in found, found
-                return dict(found["result"])
+            arrived_message = self._next()
+            if arrived_message.get("id") == self._number:
+                assert "error" not in arrived_message, arrived_message
+                return dict(arrived_message["result"])
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -85,11 +85,11 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of an expression there."""
-        found = self._call(
+        reply = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def wait(self, what: str, script: str, within_s: float = 20.0) -> None:
         """Return once an expression holds."""
@@ -97,10 +97,10 @@ class Page:
 
     def key(self, name: str) -> None:
         code = {"Tab": 9, "Enter": 13, "Escape": 27}[name]
-        given: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        fields: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
         if name == "Enter":
-            given["text"] = "\r"
-        self._call("Input.dispatchKeyEvent", type="keyDown", **given)
+            fields["text"] = "\r"
+        self._call("Input.dispatchKeyEvent", type="keyDown", **fields)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
 
     def hide(self, *, hidden: bool) -> None:
@@ -121,8 +121,8 @@ class Page:
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A screenshot, PNG."""
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        picture = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(picture["data"]))
 
 
 @contextlib.contextmanager

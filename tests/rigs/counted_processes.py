@@ -96,7 +96,7 @@ class Calls:
 
     def by_function(self) -> dict[str, float]:
         """The calls a request, those of C functions with the Python function that called them."""
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
         for entry in self._profile.getstats():
             code: CodeType | str = entry.code
             if isinstance(code, str) or code.co_filename.startswith(_NOT_COUNTED):
@@ -104,8 +104,8 @@ class Calls:
             inner = [call for call in entry.calls or () if isinstance(call.code, str)]
             count = entry.callcount + sum(call.callcount for call in inner)
             name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-            found[name] = found.get(name, 0) + count / BATCH
-        return found
+            counts[name] = counts.get(name, 0) + count / BATCH
+        return counts
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class Case:
 
     def call(self, step: int, request: int) -> bytes:
         """The same over gRPC, the first call on its connection or a later one."""
-        asked = self.http(step, request)
+        reply = self.http(step, request)
         made = pb.ModelInferRequest(model_name=self.model)
-        for tensor in asked["inputs"]:
+        for tensor in reply["inputs"]:
             named = {key: tensor[key] for key in ("name", "datatype", "shape")}
             _place(made.inputs.add(**named), tensor)
             if "data" in tensor:
                 made.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
-        for tensor in asked.get("outputs", ()):
+        for tensor in reply.get("outputs", ()):
             _place(made.outputs.add(name=tensor["name"]), tensor)
         opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
@@ -356,7 +356,7 @@ def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
     front = GrpcFront(
         settings=GrpcSettings(),
-        begin=Service(gateway, Inferences(gateway)).begin,
+        create_call=Service(gateway, Inferences(gateway)).begin_call,
         budget=gateway.body_budget,
         header_timeout_s=gateway.settings.header_timeout_s,
         body_timeout_s=gateway.settings.body_timeout_s,
@@ -385,7 +385,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     links = GatewaySchedulers()
     trim = MallocTrim()
     settings = GatewaySettings()
-    made = Gateway(
+    counted_gateway = Gateway(
         settings=settings,
         schedulers=links,
         models=ModelTable(links),
@@ -398,11 +398,13 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         health=HealthChanged(live=True, ready=True, exiting=False),
     )
     published = MagicMock(endpoint=schedulers.endpoint)
-    made.models.publish(gateway_rig.publication(case.config, published))
+    counted_gateway.models.publish(gateway_rig.publication(case.config, published))
     memory_range = pack_range(region.memory_range(0, region.memory.byte_size))
-    made.regions.publish(RegionPublished(_REGION, "/key", list(memory_range), os.getuid(), -1, 0))
+    counted_gateway.regions.publish(
+        RegionPublished(_REGION, "/key", list(memory_range), os.getuid(), -1, 0)
+    )
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-    server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
+    server = Acceptor(_grpc(counted_gateway) if grpc else _http(counted_gateway), rules, 1000)
     request = case.call if grpc else case.post
     ends = socket.socketpair()
     connections: list[tuple[Any, _Transport]] = [

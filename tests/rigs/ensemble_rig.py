@@ -144,8 +144,8 @@ class EnsembleRig:
     ) -> None:
         """A request of the gateway's."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
-        wanted = tuple(map(RequestedOutput, outputs))
-        work = pack_inference(Inference((tensor,), wanted))
+        requested_outputs = tuple(map(RequestedOutput, outputs))
+        work = pack_inference(Inference((tensor,), requested_outputs))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 

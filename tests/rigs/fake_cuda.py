@@ -60,9 +60,9 @@ class FakeCuda:
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
         """Allocate in another process, and export."""
-        made = Exported(byte_size, device, inside)
-        self._exported[made.raw] = made
-        return made
+        export = Exported(byte_size, device, inside)
+        self._exported[export.raw] = export
+        return export
 
     def revoke(self, exported: Exported) -> None:
         """The exporter dies: nobody can open the handle any more."""
@@ -75,10 +75,10 @@ class FakeCuda:
 
     def open(self, handle: bytes, device: int) -> int:
         """As in `Cuda`; a handle that is open already is opened no second time."""
-        found = self._exported.get(handle)
-        if found is None or found.device != device:
+        allocation = self._exported.get(handle)
+        if allocation is None or allocation.device != device:
             raise CudaError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
-        pointer = ctypes.addressof(found.buffer) + found.inside
+        pointer = ctypes.addressof(allocation.buffer) + allocation.inside
         assert not self._open[pointer], "the handle is open already"
         self._open[pointer] += 1
         self.asked.append(("open", device))
@@ -90,10 +90,10 @@ class FakeCuda:
         self.asked.append(("close", device))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        for found in self._exported.values():
-            base = ctypes.addressof(found.buffer)
-            if base <= pointer < base + len(found.buffer):
-                return base, len(found.buffer)
+        for allocation in self._exported.values():
+            base = ctypes.addressof(allocation.buffer)
+            if base <= pointer < base + len(allocation.buffer):
+                return base, len(allocation.buffer)
         raise CudaError("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
     def uuid(self, device: int) -> bytes:
@@ -138,9 +138,9 @@ class FakeExporting:
     def allocate(self, byte_size: int, device: int) -> int:
         if byte_size > self.most:
             raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
-        made = self._cuda.export(byte_size, device)
-        pointer = ctypes.addressof(made.buffer)
-        self.allocated[pointer] = made
+        export = self._cuda.export(byte_size, device)
+        pointer = ctypes.addressof(export.buffer)
+        self.allocated[pointer] = export
         return pointer
 
     def free(self, pointer: int, device: int) -> None:

@@ -88,9 +88,9 @@ class Forker:
 def forker(entry: str = GATEWAY) -> Forker:
     """This process's forker for an entry point, "module:function", started when it is first
     needed."""
-    made = Forker(entry)
-    atexit.register(made.close)
-    return made
+    new_forker = Forker(entry)
+    atexit.register(new_forker.close)
+    return new_forker
 
 
 def main(link_fd: int, entry: str) -> None:

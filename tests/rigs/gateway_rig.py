@@ -228,9 +228,9 @@ class Rig:
         self.send(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:
-        made = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
-        self.schedulers.append(made)
-        return made
+        scheduler = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
+        self.schedulers.append(scheduler)
+        return scheduler
 
     def publish(
         self,
@@ -259,11 +259,11 @@ class Rig:
 def rig(
     run_dir: Path, listener: socket.socket | None = None, *, grpc: bool = False, **settings: Any
 ) -> Iterator[Rig]:
-    made = Rig(run_dir, listener, grpc=grpc, **settings)
+    gateway_rig = Rig(run_dir, listener, grpc=grpc, **settings)
     try:
-        yield made
+        yield gateway_rig
     finally:
-        made.close()
+        gateway_rig.close()
 
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
@@ -333,10 +333,12 @@ def add_sub(request: Inference) -> Inferred:
     by_name = {tensor.name: tensor for tensor in request.inputs}
     shape = by_name["INPUT0"].shape
     a, b = (np.frombuffer(_inline(by_name[n]), np.int32) for n in ("INPUT0", "INPUT1"))
-    wanted = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
+    requested_outputs = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
     results = (("OUTPUT0", a + b), ("OUTPUT1", a - b))
     return Inferred(
-        tuple(TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in wanted)
+        tuple(
+            TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in requested_outputs
+        )
     )
 
 

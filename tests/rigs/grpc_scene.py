@@ -74,12 +74,12 @@ class Transport(asyncio.Transport):
     def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Kind, flags, stream and payload of what was written since the last look."""
         data, self.written = self.written, b""
-        found = []
+        messages = []
         while data:
             end = 9 + int.from_bytes(data[:3], "big")
-            found.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
+            messages.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
             data = data[end:]
-        return found
+        return messages
 
 
 class Scene:
@@ -94,7 +94,7 @@ class Scene:
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         front = GrpcFront(
             settings=GrpcSettings(**settings),
-            begin=self._begin,
+            create_call=self._begin,
             budget=BodyBudget(1 << 20, MallocTrim()),
             header_timeout_s=PATIENCE_S,
             body_timeout_s=PATIENCE_S,
@@ -134,7 +134,7 @@ class Scene:
 
     @staticmethod
     async def _echo(call: StreamingCall) -> Ending | None:
-        async for request in call.requests():
+        async for request in call.read_messages():
             await call.write_all([request])
         return None
 
@@ -146,8 +146,8 @@ class Scene:
         return frame(HEADERS, END_HEADERS, stream, post(path, *more))
 
     def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
-        asked = frame(DATA, END_STREAM, stream, message(data))
-        self.send(self.head(stream, UNARY, *more) + asked)
+        request_frames = frame(DATA, END_STREAM, stream, message(data))
+        self.send(self.head(stream, UNARY, *more) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
         """How calls ended since the last look, by stream: the status and what follows it."""

@@ -122,9 +122,9 @@ class LifecycleRig:
         self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
-        made = Generation(spec, self, next(self._endpoints))
-        self.alive.append(made)
-        return made
+        version = Generation(spec, self, next(self._endpoints))
+        self.alive.append(version)
+        return version
 
     def start(self, version: Any) -> None:
         def started() -> None:

@@ -47,23 +47,23 @@ def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
     if given:
         text = json.dumps({"exclude_input_in_output": True, **given})
         inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
-    wanted = tuple(RequestedOutput(name) for name in outputs)
-    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), wanted)))
+    requested_outputs = tuple(RequestedOutput(name) for name in outputs)
+    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
 
 
 def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
     """The outputs of a response: texts, JSON as values, numbers."""
-    found: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
     for output in inferred_of(message).outputs:
         assert isinstance(output.data, bytes)
         if output.datatype == "INT32":
-            found[output.name] = np.frombuffer(output.data, np.int32).tolist()
+            outputs[output.name] = np.frombuffer(output.data, np.int32).tolist()
             continue
         texts = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
-        found[output.name] = [text.decode() for text in texts.ravel()]
+        outputs[output.name] = [text.decode() for text in texts.ravel()]
         if output.name in ("logprobs", "usage", "stop_reason"):
-            found[output.name] = [json.loads(text or "null") for text in found[output.name]]
-    return found
+            outputs[output.name] = [json.loads(text or "null") for text in outputs[output.name]]
+    return outputs
 
 
 @dataclass(eq=False)
@@ -302,14 +302,18 @@ def llm_rig(
     """A worker with the model of a folder, and its scheduler."""
     settings = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
     folder.mkdir(exist_ok=True)
-    with rig(folder) as made:
-        made.context.version_dir.rmdir()
-        made.context.version_dir.symlink_to(checkpoint.resolve())
-        (made.context.model_dir / "engine.yaml").write_text(json.dumps(settings), encoding="utf-8")
-        backend = LlmBackend(made.context)
+    with rig(folder) as model_rig:
+        model_rig.context.version_dir.rmdir()
+        model_rig.context.version_dir.symlink_to(checkpoint.resolve())
+        (model_rig.context.model_dir / "engine.yaml").write_text(
+            json.dumps(settings), encoding="utf-8"
+        )
+        backend = LlmBackend(model_rig.context)
         config = backend.complete_config({"name": "m", "backend": "llm"})
-        made.serve(backend, config)
+        model_rig.serve(backend, config)
         try:
-            yield Scheduler(made, settings["kv_cache_blocks"], settings["block_size"], **scheduling)
+            yield Scheduler(
+                model_rig, settings["kv_cache_blocks"], settings["block_size"], **scheduling
+            )
         finally:
             backend.unload()

@@ -20,13 +20,13 @@ Shape = Callable[[float], float]
 
 def steps(*parts: tuple[float, float]) -> Shape:
     """(seconds, rate) one after the other, again and again."""
-    whole = sum(seconds for seconds, _ in parts)
+    total = sum(seconds for seconds, _ in parts)
 
     def rate(at_s: float) -> float:
-        at_s %= whole
-        for seconds, found in parts:
+        at_s %= total
+        for seconds, shape in parts:
             if at_s < seconds:
-                return found
+                return shape
             at_s -= seconds
         return parts[-1][1]
 
@@ -42,8 +42,8 @@ class Run:
     took: list[tuple[float, float]] = field(default_factory=list)
 
     def p99_s(self, from_s: float, to_s: float) -> float:
-        found = sorted(took for came, took in self.took if from_s <= came < to_s)
-        return found[math.ceil(0.99 * len(found)) - 1] if found else 0.0
+        latencies = sorted(took for came, took in self.took if from_s <= came < to_s)
+        return latencies[math.ceil(0.99 * len(latencies)) - 1] if latencies else 0.0
 
     def count_at(self, at_s: float) -> int:
         return next(count for when, count in reversed(self.counts) if when <= at_s)

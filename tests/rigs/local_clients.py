@@ -55,9 +55,9 @@ class Guest:
         return self.next()
 
     def link(self, model: str, identity: str = "") -> Dealer:
-        made = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
-        self.links.append(made)
-        return made
+        dealer = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
+        self.links.append(dealer)
+        return dealer
 
     def close(self) -> None:
         self.listener.close()

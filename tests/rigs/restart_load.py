@@ -122,14 +122,14 @@ def main(
 ) -> None:
     """Ask until the input ends."""
     stop = threading.Event()
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
 
     def run(door: str, asks: Iterator[Ask]) -> None:
         with contextlib.closing(asks):  # type: ignore[type-var]
             try:
                 ask, number = next(asks), 0
             except Exception as error:
-                found[door][f"not begun: {error}"] += 1
+                counts[door][f"not begun: {error}"] += 1
                 return
             while not stop.is_set():
                 number += 1
@@ -137,7 +137,7 @@ def main(
                     said = ask(number) or "right"
                 except Exception as error:
                     said = f"{type(error).__name__}: {error}"
-                found[door][said[:300]] += 1
+                counts[door][said[:300]] += 1
                 stop.wait(0.02)
 
     doors = {
@@ -149,7 +149,7 @@ def main(
         "grpc": lambda _: over_grpc(grpc_port, killed),
         "native": lambda _: native(local),
     }
-    found.update((door, Counter()) for door in doors)
+    counts.update((door, Counter()) for door in doors)
     threads = [
         threading.Thread(target=run, args=(door, make(number)))
         for door, make in doors.items()
@@ -158,11 +158,11 @@ def main(
     for thread in threads:
         thread.start()
     while sys.stdin.readline():  # each asks how far they are
-        print(json.dumps(found), flush=True)
+        print(json.dumps(counts), flush=True)
     stop.set()
     for thread in threads:
         thread.join()
-    print(json.dumps(found), flush=True)
+    print(json.dumps(counts), flush=True)
 
 
 if __name__ == "__main__":

@@ -196,9 +196,9 @@ class Rig:
 
     def finish(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """The worker returns a batch, with success unless `replies` are given."""
-        made = list(replies) or [ok(request.key) for request in batch.requests]
+        answers = list(replies) or [ok(request.key) for request in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
-        self.worker(peer, m.BatchFinished(batch.batch, *times, made, copied_in=5, copied_out=6))
+        self.worker(peer, m.BatchFinished(batch.batch, *times, answers, copied_in=5, copied_out=6))
 
     def respond(
         self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any

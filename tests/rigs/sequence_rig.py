@@ -43,8 +43,8 @@ class SequenceRig(Rig):
         """What each instance was given since the last time: the sequence of each row, None in a
         null row."""
         self._take()
-        told, self._batches = self._batches, {}
-        return told
+        batches, self._batches = self._batches, {}
+        return batches
 
     def _take(self) -> None:
         for peer, batch in self.executes():

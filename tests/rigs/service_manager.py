@@ -31,10 +31,10 @@ class Manager:
         self._thread.start()
 
     def receive(self, text: str) -> list[str]:
-        heard = [self._received.get(timeout=60)]
-        while text not in heard[-1]:
-            heard.append(self._received.get(timeout=60))
-        return heard
+        message = [self._received.get(timeout=60)]
+        while text not in message[-1]:
+            message.append(self._received.get(timeout=60))
+        return message
 
     def receive_all(self) -> list[str]:
         """What it was told up to now, perhaps by who has ended."""
@@ -46,8 +46,8 @@ class Manager:
             sock.sendto(text.encode(), self.address)
 
     def _read(self) -> None:
-        while (heard := self._receive()) != _ENDS:
-            self._received.put(heard)
+        while (message := self._receive()) != _ENDS:
+            self._received.put(message)
 
     def _receive(self) -> str:
         data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)

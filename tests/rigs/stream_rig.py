@@ -44,15 +44,15 @@ class Streams:
 
     def responses(self, key: int, count: int = 0) -> list[Any]:
         """What the request was told: values, errors, "end"; up to its end, or so many."""
-        shown: list[Any] = []
+        events: list[Any] = []
 
         def done() -> bool:
             self.messages += self.rig.sent(0.05)
-            shown[:] = [event for seen in self.messages for event in self._show(seen, key)]
-            return "end" in shown or (count > 0 and len(shown) >= count)
+            events[:] = [event for message in self.messages for event in self._show(message, key)]
+            return "end" in events or (count > 0 and len(events) >= count)
 
         until("all has come", done)
-        return shown
+        return events
 
     def _show(self, message: Any, key: int) -> Iterator[Any]:
         if not isinstance(message, m.ExecutionResponded) or message.key != key:

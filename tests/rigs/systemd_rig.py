@@ -92,16 +92,16 @@ def booted() -> Iterator[Systemd]:
         children = Path(f"/proc/{manager.pid}/task/{manager.pid}/children")
         try:
             until("process 1", lambda: manager.poll() is not None or children.read_text())
-            found = Systemd(int(children.read_text()) if manager.poll() is None else 0)
+            systemd = Systemd(int(children.read_text()) if manager.poll() is None else 0)
 
             def has_started() -> bool:
                 if manager.poll() is not None:
                     log.seek(0)
                     raise Unavailable(f"systemd does not start: {log.read().strip()[-200:]}")
-                return found.run("systemctl", "is-active", "start.target") == "active"
+                return systemd.run("systemctl", "is-active", "start.target") == "active"
 
             until("systemd", has_started, within_s=30)
-            yield found
+            yield systemd
         finally:
             # Its end is that of all processes there, which have ended when it is waited for.
             if manager.poll() is None:

@@ -50,8 +50,8 @@ def _simple(http: Http, number: int) -> None:
 
 def _cached(http: Http, number: int) -> None:
     same = np.full((1, 16), number % 4, np.int32)
-    given = [json_input("INPUT0", same), json_input("INPUT1", same)]
-    http.infer("cached", {"inputs": given}).ok()
+    tensors = [json_input("INPUT0", same), json_input("INPUT1", same)]
+    http.infer("cached", {"inputs": tensors}).ok()
 
 
 def _pipeline(http: Http, number: int) -> None:
@@ -64,8 +64,8 @@ def _crimes(http: Http, number: int) -> None:
 
 def command(http: Http, name: str) -> None:
     """Have the model "crimes" do something."""
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
-    http.infer("crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
+    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
+    http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 
 
 def _sums(http: Http, number: int) -> None:
@@ -76,8 +76,8 @@ def _sums(http: Http, number: int) -> None:
 
 
 def _tiny(http: Http, number: int) -> None:
-    given = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 12}
-    http.post("/v1/completions", given).ok()
+    body = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 12}
+    http.post("/v1/completions", body).ok()
 
 
 @contextlib.contextmanager

@@ -251,11 +251,11 @@ class Rig:
 def rig(folder: Path) -> Iterator[Rig]:
     """A rig for one test. What its models import is forgotten at the end: all are named alike."""
     path, modules = list(sys.path), set(sys.modules)
-    made = Rig(folder)
+    worker_rig = Rig(folder)
     try:
-        yield made
+        yield worker_rig
     finally:
-        made.close()
+        worker_rig.close()
         sys.path[:] = path
         for name in set(sys.modules) - modules:
             if name == "1" or name.startswith(("1.", "helper", "triton_python", "c_python")):

@@ -51,10 +51,10 @@ class CountedPool(BlockPool):
         """Allocate blocks, and check that none of them was in use."""
         self.operations += wanted
         before = self.references[:]
-        found = super().allocate(wanted, after)
-        assert len(set(found)) == wanted
-        assert not any(before[block] for block in found)
-        return found
+        new_block = super().allocate(wanted, after)
+        assert len(set(new_block)) == wanted
+        assert not any(before[block] for block in new_block)
+        return new_block
 
     def share(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)
@@ -224,8 +224,8 @@ class EngineRig:
             assert self.found[generation.key] == searched(generation)
             return
         for sample in samples:
-            wanted = alone(generation.prompt, sample, generation.max_tokens)
-            assert self.ended[generation.key, sample] == wanted, (generation.key, sample)
+            expected = alone(generation.prompt, sample, generation.max_tokens)
+            assert self.ended[generation.key, sample] == expected, (generation.key, sample)
 
 
 def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
@@ -233,7 +233,7 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
     search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
-    found: list[tuple[float, list[int], str]] = []
+    continuations: list[tuple[float, list[int], str]] = []
     for length in range(1, most + 1):
         ranked = sorted(
             (
@@ -248,21 +248,23 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.ends:
                 if memory_range < search.width:
-                    found.append((score / length**search.length_penalty, text, "stop"))
+                    continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        found = sorted(found, key=lambda each: -each[0])[: search.width]
+        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
         reach = most if search.early_stopping == "never" and search.length_penalty > 0 else length
         best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        full = len(found) == search.width
-        if not beams or (full and (search.early_stopping == "true" or found[-1][0] >= best)):
+        full = len(continuations) == search.width
+        if not beams or (
+            full and (search.early_stopping == "true" or continuations[-1][0] >= best)
+        ):
             break
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            found.append((score / most**search.length_penalty, text, "length"))
-        found = sorted(found, key=lambda each: -each[0])[: search.width]
-    return [(text, why) for _, text, why in found]
+            continuations.append((score / most**search.length_penalty, text, "length"))
+        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
+    return [(text, why) for _, text, why in continuations]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -291,7 +293,7 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         draw = self._draw = random.Random(seed)
-        given = {
+        fields = {
             "kv_cache_blocks": draw.choice((17, 24, 40)),
             "swap_blocks": draw.choice((0, 8, 32)),
             "max_batch_size": draw.choice((4, 8)),
@@ -299,7 +301,7 @@ class Schedule:
             "prefill_chunk_size": draw.choice((3, 16, 32)),
             **VARIANTS[seed % len(VARIANTS)],
         }
-        self.rig = EngineRig(engine_settings(**given), draw.randint(0, 3))
+        self.rig = EngineRig(engine_settings(**fields), draw.randint(0, 3))
         self._prefixes = [
             [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
@@ -367,9 +369,9 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            wanted, over = alone(generation.prompt, sample, generation.max_tokens)
-            assert tokens == wanted[: len(tokens)]
-            assert why == "stop" or (tokens, why) == (wanted, over)
+            expected, over = alone(generation.prompt, sample, generation.max_tokens)
+            assert tokens == expected[: len(tokens)]
+            assert why == "stop" or (tokens, why) == (expected, over)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""

@@ -58,42 +58,42 @@ def test_there_are_files_to_look_at() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_what_is_below_it(room: str) -> None:
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(room)
         for name in imports(path)
         if within(name, {"shmserve", *ROOMS}) and not within(name, ROOMS[room])
     ]
-    assert wrong == []
+    assert wrong_cases == []
 
 
 def test_the_control_plane_does_not_import_workers() -> None:
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources("shmserve")
         for name in imports(path)
         if within(name, {"shmserve.workers", "torch", *ROOMS})
     ]
-    assert wrong == []
+    assert wrong_cases == []
 
 
 def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
-        found = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
-        found.discard("shmserve.serving.serve")  # imported when a program asks for it
-        assert not [name for name in found if within(name, {"shmserve"})], leaf
+        imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
+        imported.discard("shmserve.serving.serve")  # imported when a program asks for it
+        assert not [name for name in imported if within(name, {"shmserve"})], leaf
 
 
 def test_nothing_pickles() -> None:
     """R1: no format that executes is imported anywhere."""
     files = [*sources("shmserve"), *(path for room in ROOMS for path in sources(room))]
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in files
         for name in imports(path)
         if within(name, PICKLES | PICKLING)
     ]
-    assert wrong == [DUPLICATED]
+    assert wrong_cases == [DUPLICATED]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_the_grpc_gateway_does_without_aiohttp() -> None:
 def test_what_listeners_share_knows_none_of_them(room: str) -> None:
     """No type of HTTP or gRPC is in it."""
     protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(f"shmserve/gateway/{room}")
         for name in imports(path)
         if within(name, protocols)
     ]
-    assert wrong == []
+    assert wrong_cases == []

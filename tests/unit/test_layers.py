@@ -112,15 +112,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
 
 
 def _modules() -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name, folder in FOLDERS.items():
         for path, _, files in os.walk(ROOT / folder):
             for file in files:
                 if file.endswith(".py") and not file.endswith("_pb2.py"):
                     parts = Path(path, file).relative_to(ROOT / folder).with_suffix("").parts
                     parts = parts[:-1] if parts[-1] == "__init__" else parts
-                    found[".".join((name, *parts))] = Path(path, file)
-    return found
+                    paths[".".join((name, *parts))] = Path(path, file)
+    return paths
 
 
 MODULES = _modules()
@@ -184,7 +184,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    cycles: list[list[str]] = []
 
     def visit(module: str) -> None:
         number[module] = lowest[module] = len(number)
@@ -199,12 +199,12 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
             component = sorted(stack[at:])
             del stack[at:]
             if len(component) > 1:
-                found.append(component)
+                cycles.append(component)
 
     for module in sorted(imports):
         if module not in number:
             visit(module)
-    return found
+    return cycles
 
 
 def test_circles_are_found() -> None:

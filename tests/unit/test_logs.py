@@ -99,21 +99,21 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     logs.configure("role", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", EVIL, extra={"request_id": EVIL})
-    shown = capsys.readouterr().err
-    first, second = shown.rstrip("\n").split("\n")
+    captured = capsys.readouterr().err
+    first, second = captured.rstrip("\n").split("\n")
     assert first.isprintable() and "] refused: x request=x\\nE 2026 forged" in first
     assert second.isprintable() and second.startswith("    E 2026 forged\\x1b[31m\\u2028\\x00\\r")
-    assert len(shown) < 40_000
+    assert len(captured) < 40_000
     try:
         raise ValueError(EVIL + "\nE forged" * 100_000)
     except ValueError:
         logger.exception("failed")
-    shown = capsys.readouterr().err
-    first, *rows = shown.split("\n")[:-1]
+    captured = capsys.readouterr().err
+    first, *rows = captured.split("\n")[:-1]
     assert first.endswith("] failed")
     assert all(row.startswith("    ") and row.isprintable() for row in rows)
     assert len(rows) < 110
-    assert len(shown) < 40_000
+    assert len(captured) < 40_000
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_written(path: str) -> None:
 
 def entries(sock: socket.socket) -> list[dict[str, str]]:
     """The fields of what a journal was sent: in datagrams, or in sealed files."""
-    found = []
+    entries_found = []
     with contextlib.suppress(BlockingIOError):
         while True:
             data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 1)
@@ -180,8 +180,8 @@ def entries(sock: socket.socket) -> list[dict[str, str]]:
                     value, rest = rest[8 : 8 + size], rest[8 + size + 1 :]
                 fields[name.decode()] = value.decode()
                 data = rest
-            found.append(fields)
-    return found
+            entries_found.append(fields)
+    return entries_found
 
 
 @pytest.fixture
@@ -229,8 +229,8 @@ def test_what_is_about_a_model_names_it(journal: socket.socket) -> None:
     logger.info("inference of model '%s' failed", "b")
     logger.info("models: %s", "c")
     logger.info("model %(name)s", {"name": "d"})
-    found = [entry.get("SHMSERVE_MODEL") for entry in entries(journal)]
-    assert found == ["a", "b", None, None]
+    models = [entry.get("SHMSERVE_MODEL") for entry in entries(journal)]
+    assert models == ["a", "b", None, None]
 
 
 def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:

@@ -85,10 +85,12 @@ class LiveFigures:
             await asyncio.sleep(HISTORY_EVERY_S)
             if self._task is None:
                 try:
-                    reports = await management.collect(
+                    reports = await management.collect_reports(
                         self._gateway, self._gateway.models.all_versions(), logging.DEBUG
                     )
-                    self._history.add(time.time(), self._figures.rows(reports, time.monotonic()))
+                    self._history.add(
+                        time.time(), self._figures.build_rows(reports, time.monotonic())
+                    )
                 except Exception:
                     logger.exception("the dashboard's history cannot be recorded")
 
@@ -129,7 +131,7 @@ class LiveFigures:
 
     def _first(self) -> bytes:
         """Return the first event for a viewer: the whole snapshot with the history."""
-        history = orjson.dumps(self._history.shown())
+        history = orjson.dumps(self._history.as_series())
         return b'%b,"history":%b}\n\n' % (self._whole_event.rstrip()[:-1], history)
 
     def _add_viewer(self) -> None:
@@ -187,8 +189,10 @@ class _Snapshot:
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the whole snapshot and its difference from the last snapshot."""
         gateway, watch = self._gateway, self._watch
-        reports = await management.collect(gateway, gateway.models.all_versions(), logging.DEBUG)
-        rows = self._figures.rows(reports, now_s)
+        reports = await management.collect_reports(
+            gateway, gateway.models.all_versions(), logging.DEBUG
+        )
+        rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
         before, self._models = self._models, self._rows(rows)
         newest = list(watch.newest)

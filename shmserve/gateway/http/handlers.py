@@ -15,7 +15,7 @@ from shmserve.common.peers import unix_pid
 from shmserve.errors import Internal, InvalidArgument, Unavailable, clip, suggestion
 from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as memory_api
-from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
@@ -62,14 +62,14 @@ async def model_ready(
 
 async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2."""
-    return json_response(management.server(gateway))
+    return json_response(management.server_metadata(gateway))
 
 
 async def model(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME. With a version in the URL, only this version is listed."""
-    return json_response(await management.model(gateway, name, version or ""))
+    return json_response(await management.model_metadata(gateway, name, version or ""))
 
 
 async def model_config(
@@ -82,7 +82,7 @@ async def model_config(
 async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /docs/models, the requests that the page /docs offers."""
     rows: list[dict[str, Any]] = []
-    for example in management.examples(gateway):
+    for example in management.request_examples(gateway):
         name = example["model"]
         rows.append(example)
         model = gateway.models.find(name, "")
@@ -95,14 +95,16 @@ async def statistics(
     gateway: Gateway, request: HttpRequest, name: str = "", version: str | None = None
 ) -> HttpResponse:
     """Handle GET /v2/models/stats and /v2/models/NAME/stats."""
-    return json_response({"model_stats": await management.reported(gateway, name, version or "")})
+    return json_response(
+        {"model_stats": await management.model_statistics(gateway, name, version or "")}
+    )
 
 
 async def metrics(
     exporter: MetricsExporter, gateway: Gateway, request: HttpRequest
 ) -> HttpResponse:
     """Handle GET /metrics of a metrics listener."""
-    return HttpResponse(200, (await exporter.page(),), _TEXT)
+    return HttpResponse(200, (await exporter.render_page(),), _TEXT)
 
 
 async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -145,19 +147,19 @@ async def log_settings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _changes(body: Any) -> dict[str, Any]:
-    names = (*SWITCHES, LEVEL, FORMAT, FILE)
+    names = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE)
     members = body if type(body) is dict else {}
     changes = {key: members[key] for key in names if members.get(key) is not None}
     for key, value in changes.items():
-        if key == FILE:
-            raise management.refuse_file()
-        if key in SWITCHES and type(value) is not bool:
+        if key == LOG_FILE:
+            raise management.log_file_error()
+        if key in LOG_SWITCHES and type(value) is not bool:
             raise mistyped_value("boolean")
-        if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
+        if key == LOG_LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
             raise mistyped_value("unsigned-integer")
-        if key == FORMAT and type(value) is not str:
+        if key == LOG_FORMAT and type(value) is not str:
             raise mistyped_value("string")
-        if key == FORMAT and value not in FORMATS:
+        if key == LOG_FORMAT and value not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {value}")
     return changes
 
@@ -168,7 +170,7 @@ async def index(gateway: Gateway, request: HttpRequest, repository: str | None) 
     only_ready = body.get("ready", False) if type(body) is dict else False
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
-    return json_response(await management.index(gateway, only_ready=only_ready))
+    return json_response(await management.repository_index(gateway, only_ready=only_ready))
 
 
 async def load(
@@ -177,22 +179,25 @@ async def load(
     """Handle POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
     management.check_names(repository, name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
-    await management.load(gateway, request.connection.client, name, config, files)
+    await management.load_model(gateway, request.connection.client, name, config, files)
     return HttpResponse()
 
 
 async def unload(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
-    """Handle POST /v2/repository/models/NAME/unload."""
+    """Handle POST /v2/repository/models/NAME/unload, whose body Triton does not check."""
     management.check_names(repository, name, unload=True)
-    parameters = _parameters(await read_json(gateway, request))
+    try:
+        parameters = _parameters(await read_json(gateway, request))
+    except JsonFault as fault:
+        raise InvalidArgument(fault.message) from None
     dependents = parameters.get("unload_dependents", False)
     if type(dependents) is not bool:
-        raise JsonFault(
+        raise InvalidArgument(
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         )
-    await management.unload(gateway, name, dependents=dependents)
+    await management.unload_model(gateway, name, dependents=dependents)
     return HttpResponse()
 
 
@@ -234,11 +239,13 @@ async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> 
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     client = request.connection.client
     peer = client.peer()
-    memory_api.check_name(name)
+    memory_api.check_region_name(name)
     key, offset, size, leased, pin = registration(await _register_body(gateway, request))
     region = (name, key, offset, size)
-    registered = memory_api.register(gateway, peer, *region, leased=leased, pin=pin)
-    await (memory_api.lease(gateway, client, registered) if leased else registered)
+    registered = memory_api.register_system(gateway, peer, *region, is_leased=leased, pin_pages=pin)
+    await (
+        memory_api.await_leased_registration(gateway, client, registered) if leased else registered
+    )
     return HttpResponse()
 
 
@@ -285,7 +292,7 @@ async def status(
 
     With `cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
     """
-    regions = memory_api.visible(gateway, request.connection.client, name or "", cuda=cuda)
+    regions = memory_api.visible_regions(gateway, request.connection.client, name or "", cuda=cuda)
     return json_response([region.status() for region in regions])
 
 
@@ -296,7 +303,7 @@ async def unregister(
 
     An unknown name is not an error.
     """
-    await memory_api.unregister(gateway, request.connection.client, name or "", cuda=cuda)
+    await memory_api.unregister_regions(gateway, request.connection.client, name or "", cuda=cuda)
     return HttpResponse()
 
 

@@ -70,9 +70,9 @@ class StepRunner:
         """Handle a message of the scheduler at `endpoint`."""
         step = None
         if type(message) is Finished:
-            step = self.schedulers.take_finished(endpoint, message)
+            step = self.schedulers.remove_finished(endpoint, message)
         if step is None:
-            self.schedulers.take(endpoint, message)
+            self.schedulers.handle(endpoint, message)
         else:
             self._requests.touched[step.request] = None
             self._respond(step, message, now_ns)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class StepRunner:
         """Resubmit the requests of a lost scheduler to the current schedulers of their models."""
         self._targets.move(endpoint, successor)
         self.schedulers.successors.add(endpoint, successor)
-        self.schedulers.lost(endpoint)
+        self.schedulers.handle_loss(endpoint)
         self._handle_events(now_ns)
 
     def _find(self, step: StepRequest, _: Failed | None) -> str:

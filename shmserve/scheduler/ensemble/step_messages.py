@@ -65,7 +65,7 @@ class StepRequest(InflightRequest):
     events: list[tuple[StepRequest, Response | None]]
     answered: bool = False
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return self.request.state is RUNNING
 
     def respond(self, message: Response) -> None:

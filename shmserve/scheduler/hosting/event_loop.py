@@ -56,7 +56,7 @@ class Waiter:
         """
         began_ns = now_ns = time.monotonic_ns()
         ready: Ready = []
-        if self._busy_poll.pays[requests > 0]:
+        if self._busy_poll.should_spin[requests > 0]:
             ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
             now_ns = time.monotonic_ns()
         if not ready:

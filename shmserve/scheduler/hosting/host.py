@@ -360,12 +360,12 @@ def run(data: bytes) -> None:
     """Host schedulers until the supervisor sends `Stop`; `data` is an encoded `HostStart`."""
     start = decode_start(HostStart, data)
     logs.configure(start.title, start.log)
-    processes.name_process(start.title)
+    processes.set_process_title(start.title)
     # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes.exact_timers()
-    processes.keep_no_large_memory()
+    processes.disable_timer_slack()
+    processes.unmap_large_blocks_on_free()
     Host(start).run()
 
 

@@ -22,7 +22,7 @@ from shmserve.common.peers import NO_GROUP, admit_group
 from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.endpoints import LARGEST_WORK, MOST_LINKS, Capabilities
+from shmserve.ipc.endpoints import MAX_LINKS, MAX_REQUEST_BYTES, Capabilities
 from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
@@ -87,7 +87,7 @@ class LocalClientListener:
         number = self._capabilities.local_client(peer)
         if not number or number in self._gone:
             return False
-        return sum(_number(other) == number for other in self.link.peers()) < MOST_LINKS
+        return sum(_number(other) == number for other in self.link.peers()) < MAX_LINKS
 
     def process_exited(self, number: int) -> None:
         """Remove the links of a local client that has exited."""
@@ -128,9 +128,9 @@ class LocalClientRules:
         """
         inline = sum([len(data) for data in submit.data if type(data) is bytes])
         size = len(submit.schema) + inline + len(submit.request_id)
-        if size > LARGEST_WORK:
+        if size > MAX_REQUEST_BYTES:
             raise InvalidArgument(
-                f"a request of {size} bytes is larger than {LARGEST_WORK}: large "
+                f"a request of {size} bytes is larger than {MAX_REQUEST_BYTES}: large "
                 "tensors go through shared memory"
             )
         if submit.correlation_id < 0 or len(submit.correlation_text) > LONGEST_CORRELATION_ID:

@@ -52,8 +52,10 @@ def streamed_and_executing() -> Script:
     """One that a decoupled model is about to respond to is closed."""
     name = "streamed_and_executing"
     steps: list[Step] = [Ask("s", name, 2, stream=True), Cancel("s"), Release("s")]
-    made = recorder(name, MANY, one=COUNT)
-    return Script(name, [made], [*steps, Ask("b", name, 1, stream=True), Drain()], [FAILED])
+    recording_model = recorder(name, MANY, one=COUNT)
+    return Script(
+        name, [recording_model], [*steps, Ask("b", name, 1, stream=True), Drain()], [FAILED]
+    )
 
 
 def between_steps(name: str, first: str, known: Sequence[Known]) -> Script:
@@ -69,10 +71,10 @@ def step_that_waits() -> Script:
     name = "step_that_waits"
     models = [recorder(f"{name}_{n}", BATCHER, one=ADD, max_batch_size=1) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
-    whole = ensemble(name, *steps, size=1)
+    ensemble_model = ensemble(name, *steps, size=1)
     arrivals: list[Step] = [Ask("first", f"{name}_1", 1), Ask("a", name, 2), Cancel("a")]
     arrivals += [Release("first"), Ask("b", name, 5), Drain()]
-    return Script(name, [*models, whole], arrivals, [FAILED, NOT_RUN, LATE])
+    return Script(name, [*models, ensemble_model], arrivals, [FAILED, NOT_RUN, LATE])
 
 
 SCRIPTS = [

@@ -11,9 +11,9 @@ BACKLOGGED = {"TRITONSERVER_DELAY_SCHEDULER": "4", "TRITONSERVER_BACKLOG_DELAY_S
 
 def scene(name: str, batching: str, *rows: int, size: int = 8) -> Script:
     """Requests of so many rows that are all there when the batcher begins."""
-    made = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
+    recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
     steps: list[Step] = [Ask(f"r{n}", name, n, rows=count) for n, count in enumerate(rows)]
-    return Script(name, [made], [*steps, Drain()])
+    return Script(name, [recording_model], [*steps, Drain()])
 
 
 def sequences(name: str, strategy: str) -> Script:

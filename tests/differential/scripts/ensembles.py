@@ -94,18 +94,20 @@ def unbatched_step() -> Script:
     plain = recorder(f"{name}_2", one=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
-    whole = ensemble(name, *steps, size=0, **ends)
-    return Script(name, [batched, plain, whole], one_by_one(Ask("a", name, 1, columns=2)))
+    ensemble_model = ensemble(name, *steps, size=0, **ends)
+    return Script(name, [batched, plain, ensemble_model], one_by_one(Ask("a", name, 1, columns=2)))
 
 
 def optional() -> Script:
     """An input that a request may leave out."""
     name = "optional_step"
-    made = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
-    whole = ensemble(name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL])
+    recording_model = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
+    ensemble_model = ensemble(
+        name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
+    )
     more = {"MORE": ("INT32", [1, 1], [5])}
     asks = Ask("with", name, 1, inputs=more), Ask("without", name, 1)
-    return Script(name, [made, whole], one_by_one(*asks))
+    return Script(name, [recording_model, ensemble_model], one_by_one(*asks))
 
 
 def decoupled() -> Script:

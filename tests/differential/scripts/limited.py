@@ -21,10 +21,10 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
         needs.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
     limits = f"rate_limiter {{ resources [ {', '.join(needs)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
-    made = recorder(name, "", instances=instances)
-    lines = made.config.splitlines()
+    recording_model = recorder(name, "", instances=instances)
+    lines = recording_model.config.splitlines()
     kept = [line for line in lines if "instance_group" not in line]
-    return Model(name, "\n".join([*kept, group]), made.one)
+    return Model(name, "\n".join([*kept, group]), recording_model.one)
 
 
 def taking_turns(name: str, resource: str) -> Script:
@@ -56,8 +56,10 @@ def priorities() -> Script:
     steps: list[Step] = [Ask("first", f"{name}_1")]
     steps += [Ask(f"a{n}", f"{name}_1", n) for n in range(4)]
     steps += [Ask(f"b{n}", f"{name}_2", n) for n in range(4)]
-    known = [Known("batches.*", "of two that have had as much, who waited for longer is next")]
-    return Script(name, models, [*steps, Drain()], known)
+    known_differences = [
+        Known("batches.*", "of two that have had as much, who waited for longer is next")
+    ]
+    return Script(name, models, [*steps, Drain()], known_differences)
 
 
 def much_and_little() -> Script:
@@ -66,8 +68,10 @@ def much_and_little() -> Script:
     models = [needing(f"{name}_{n}", f"room:{n}") for n in (1, 2)]
     models.append(needing(f"{name}_3", "room:1"))
     steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
-    known = [Known("batches.*", "who needs much holds up nobody who needs what there is")]
-    return Script(name, models, [*steps, Drain()], known)
+    known_differences = [
+        Known("batches.*", "who needs much holds up nobody who needs what there is")
+    ]
+    return Script(name, models, [*steps, Drain()], known_differences)
 
 
 def unlimited() -> Script:

@@ -35,9 +35,9 @@ def scene(
     name: str, batching: str, *steps: Step, known: list[Known] | None = None, size: int = 1
 ) -> Script:
     """Steps behind a request that executes; all ask the same model, which has the scene's name."""
-    made = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
+    recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
     asked = [replace(step, model=name) if isinstance(step, Ask) else step for step in steps]
-    return Script(name, [made], [Ask("first", name), *asked, Drain()], known or [])
+    return Script(name, [recording_model], [Ask("first", name), *asked, Drain()], known or [])
 
 
 def ask(label: str, priority: int = 0, timeout_us: int = 0) -> Ask:

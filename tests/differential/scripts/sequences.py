@@ -27,8 +27,8 @@ def model(
 ) -> Model:
     """A model of sequences with batches of at most 2."""
     config = f"sequence_batching {{ {strategy} {idle} {control or controls()} }}"
-    given: dict[str, Any] = {"max_batch_size": 2, **options}
-    return recorder(name, config, **given)
+    fields: dict[str, Any] = {"max_batch_size": 2, **options}
+    return recorder(name, config, **fields)
 
 
 def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) -> Script:
@@ -176,10 +176,10 @@ def typed(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
 
 def of_text() -> Script:
     name = "typed_string"
-    made = model(name, control=controls("TYPE_STRING", "int32"))
+    sequence_model = model(name, control=controls("TYPE_STRING", "int32"))
     steps: list[Step] = [Ask("a", name, sequence="first", start=True), Drain()]
     why = "Triton 2.51 reads the CORRID of a Python model as more than one text, and fails"
-    return Script(name, [made], steps, [Known("*", why)])
+    return Script(name, [sequence_model], steps, [Known("*", why)])
 
 
 def shapes_apart() -> Script:
@@ -204,8 +204,8 @@ def unbatched(name: str, strategy: str) -> Script:
     """No batch dimension: a slot an instance."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(1, end=True), Drain()]
-    made = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED,))
-    return Script(name, [made], steps)
+    sequence_model = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED,))
+    return Script(name, [sequence_model], steps)
 
 
 UNBATCHED = '{ name: "INPUT0" data_type: TYPE_INT32 dims: [ -1, -1 ] }'

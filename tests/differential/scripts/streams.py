@@ -56,8 +56,10 @@ def _ask(name: str, value: int) -> Ask:
 def iterative(name: str, strategy: str) -> Script:
     """Requests without an id, each of which is executed as often as it says."""
     config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
-    made = recorder(name, config, one=ITERATE, max_batch_size=2)
-    return Script(name, [made], [_ask(name, 3), Drain(), _ask(name, 2), Drain()], COUNTED)
+    recording_model = recorder(name, config, one=ITERATE, max_batch_size=2)
+    return Script(
+        name, [recording_model], [_ask(name, 3), Drain(), _ask(name, 2), Drain()], COUNTED
+    )
 
 
 SCRIPTS = [

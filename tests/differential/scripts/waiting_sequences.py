@@ -21,8 +21,8 @@ def idle_gives_way(name: str, strategy: str) -> Script:
     """The slot of an idle one is the backlog's."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), Drain()]
-    made = model(name, strategy, idle=SOON, max_batch_size=1)
-    return Script(name, [made], steps)
+    sequence_model = model(name, strategy, idle=SOON, max_batch_size=1)
+    return Script(name, [sequence_model], steps)
 
 
 def utilization() -> Script:
@@ -54,20 +54,20 @@ def again_in_the_backlog(name: str, strategy: str) -> Script:
 def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2), Cancel("2a"), Elapse(0.3)]
-    made = model(name, strategy, max_batch_size=1)
-    known = [
+    sequence_model = model(name, strategy, max_batch_size=1)
+    known_differences = [
         Known("responses.2b.error.1", "who is cancelled with another one is told why"),
         Known("unsettled", "Triton looks for cancelled ones in the backlog when it is their turn"),
     ]
-    return Script(name, [made], [*steps, ask(1, end=True), Drain()], known)
+    return Script(name, [sequence_model], [*steps, ask(1, end=True), Drain()], known_differences)
 
 
 def without_controls() -> Script:
     """A model that asks for none of the controls."""
     name = "without_controls"
-    made = model(name, DIRECT, control=" ")
+    sequence_model = model(name, DIRECT, control=" ")
     steps: list[Step] = [Ask("a", name, sequence=1, start=True), Ask("b", name, sequence=1)]
-    return Script(name, [made], [*steps, Ask("c", name, sequence=1, end=True), Drain()])
+    return Script(name, [sequence_model], [*steps, Ask("c", name, sequence=1, end=True), Drain()])
 
 
 SCRIPTS = [

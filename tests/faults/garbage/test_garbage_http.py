@@ -231,18 +231,20 @@ def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None
     """While 20 MB of JSON are parsed, health checks and small requests are answered."""
     server = serve("--gateways=1")
     values = np.arange(3_000_000, dtype=np.float32)
-    wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
-    body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": wanted}).encode()
+    requested_outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    body = json.dumps(
+        {"inputs": [json_input("INPUT0", values)], "outputs": requested_outputs}
+    ).encode()
     longest = []  # the longest wait as a share of all waits, by round
     with scene(server, ARENA_BYTES) as stage, server.http() as another:
         for _ in range(3):  # three rounds, because the machine may pause in some of them
-            asked = stage.pool.infer("identity", body)
+            pending = stage.pool.infer("identity", body)
             waits = []
-            while not asked.done():
+            while not pending.done():
                 began = time.monotonic()
                 assert another.get("/v2/health/live").status == 200
                 waits.append(time.monotonic() - began)
-            assert asked.result().status == 200
+            assert pending.result().status == 200
             longest.append(max(waits) / sum(waits))
         assert min(longest) < 1 / 3  # in one round at least, no wait took most of the time
         fine(stage)

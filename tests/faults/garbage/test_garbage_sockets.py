@@ -86,9 +86,9 @@ def garbage() -> Iterator[bytes]:
 
 
 def sockets(server: Server) -> list[Path]:
-    found = {path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
-    assert {"control", "handover"} < {path.name for path in found}
-    return sorted(found - {server.run_dir / "handover"})
+    sockets = {path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
+    assert {"control", "handover"} < {path.name for path in sockets}
+    return sorted(sockets - {server.run_dir / "handover"})
 
 
 @pytest.mark.parametrize("sent", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])

@@ -148,8 +148,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as made:
-        yield made
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
     gc.collect()
 
 
@@ -193,7 +193,7 @@ def test_a_batch_is_gathered_from_everywhere(
             ]
             server.wait_pending("twice", 4)
         assert (running.result(30)["y"] == batch() * 2).all()
-        results = [asked.result(30) for asked in together]
+        results = [future.result(30) for future in together]
         assert executions(server, "twice") == before + 2
         assert (one["y"].numpy() == batch(1, 1) * 2).all()
         assert (two["y"].numpy() == batch(2, 2) * 2).all()
@@ -221,10 +221,10 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
                 for x, y in (("a", "c"), ("b", "d"))
             ]
             server.wait_pending("twice", 2)
-        for asked in (running, *together):
-            asked.result(30)
-        found = np.concatenate([region["c"].numpy(), region["d"].numpy()])
-        assert (found == batch(4) * 2).all()
+        for future in (running, *together):
+            future.result(30)
+        result = np.concatenate([region["c"].numpy(), region["d"].numpy()])
+        assert (result == batch(4) * 2).all()
         assert copied(server) - before == 2 * alone + 4 * ROW
 
 
@@ -268,16 +268,16 @@ def test_a_model_on_the_cpu(server: Server) -> None:
                 client.register_cuda_shared_memory(name, handle, 0, region._byte_size)
             x = grpc.InferInput("x", [1, SIDE], "FP32")
             x.set_shared_memory("numbers", ROW)
-            given = grpc.InferInput("words", [1, 2], "BYTES")
-            given.set_shared_memory("strings", wire.nbytes)
+            tensor = grpc.InferInput("words", [1, 2], "BYTES")
+            tensor.set_shared_memory("strings", wire.nbytes)
             y = grpc.InferRequestedOutput("y")
             y.set_shared_memory("numbers", ROW, offset=ROW)
             again = grpc.InferRequestedOutput("again")
             again.set_shared_memory("strings", wire.nbytes, offset=wire.nbytes)
-            client.infer("host", [x, given], outputs=[y, again])
+            client.infer("host", [x, tensor], outputs=[y, again])
             client.unregister_cuda_shared_memory()
-        found = shm.get_contents_as_numpy(numbers, np.float32, [2, SIDE])
-        assert (found[1:] == batch() * 2).all()
+        result = shm.get_contents_as_numpy(numbers, np.float32, [2, SIDE])
+        assert (result[1:] == batch() * 2).all()
         turned = shm.get_contents_as_numpy(strings, np.uint8, [2 * wire.nbytes])[wire.nbytes :]
         assert turned.tobytes() == b"\5\0\0\0three\3\0\0\0one"
     finally:
@@ -288,8 +288,8 @@ def test_a_model_on_the_cpu(server: Server) -> None:
 def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
     """As a Triton does where the configuration does not say."""
     with server.http() as http:
-        found = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]
-    assert [(group["kind"], group["count"], group["gpus"]) for group in found] == [
+        groups = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]
+    assert [(group["kind"], group["count"], group["gpus"]) for group in groups] == [
         ("KIND_GPU", 1, list(range(torch.cuda.device_count())))
     ]
 
@@ -358,8 +358,8 @@ def test_over_grpc(server: Server) -> None:
                 y = kind.InferRequestedOutput("y")
                 y.set_shared_memory("g", ROW, offset=ROW)
                 listener.infer("twice", [x], outputs=[y])
-                found = shm.get_contents_as_numpy(region, np.float32, [2, SIDE])
-                assert (found[1:] == batch() * 2).all()
+                result = shm.get_contents_as_numpy(region, np.float32, [2, SIDE])
+                assert (result[1:] == batch() * 2).all()
             second.unregister_cuda_shared_memory("g")
             with pytest.raises(grpc.InferenceServerException, match="Unable to find"):
                 first.infer("twice", [_shared(grpc)])

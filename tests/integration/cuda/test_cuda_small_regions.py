@@ -80,20 +80,22 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.url, concurrency=4, network_timeout=120) as made:
-        yield made
-        made.unregister_cuda_shared_memory()
+    with triton.InferenceServerClient(
+        server.url, concurrency=4, network_timeout=120
+    ) as triton_client:
+        yield triton_client
+        triton_client.unregister_cuda_shared_memory()
 
 
 @pytest.fixture
 def exporter() -> Iterator[subprocess.Popen[str]]:
-    made = subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    yield made
-    made.send_signal(signal.SIGCONT)
-    made.kill()
-    made.communicate()
+    yield child
+    child.send_signal(signal.SIGCONT)
+    child.kill()
+    child.communicate()
 
 
 def infer(
@@ -120,8 +122,8 @@ def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
             infer(client, model, f"r{k}", f"r{k + 1}")
         for k in range(0, 8, 2):
             for at, value in ((k, 10 * k), (k + 1, 10 * k + 1)):
-                found = shm.get_contents_as_numpy(regions[at], np.int32, [N])
-                assert (found == value).all(), (at, found)
+                result = shm.get_contents_as_numpy(regions[at], np.int32, [N])
+                assert (result == value).all(), (at, result)
         client.unregister_cuda_shared_memory("r0")  # closes one of those in the block
         infer(client, model, "r2", "r7")
         assert (shm.get_contents_as_numpy(regions[7], np.int32, [N]) == 21).all()
@@ -159,8 +161,8 @@ def test_memory_that_is_freed_and_allocated_again(
             handle = exporter.stdout.readline().strip()
             client.register_cuda_shared_memory(f"t{value}", handle, 0, 4096)
             infer(client, "gpu", f"t{value}", "mine")
-            found = shm.get_contents_as_numpy(mine, np.int32, [N])
-            assert (found == value + 1).all(), (value, found)
+            result = shm.get_contents_as_numpy(mine, np.int32, [N])
+            assert (result == value + 1).all(), (value, result)
             exporter.stdin.write("again\n")
             exporter.stdin.flush()
         for value in range(3, 12):  # all freed: any answer but the death of a worker
@@ -201,8 +203,8 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
         hogs.clear()
         torch.cuda.empty_cache()
         infer(client, "host", "r", "r", at=64)
-        found = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
-        assert (found == 6).all()
+        result = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
+        assert (result == 6).all()
         assert server.find_one("worker host") == new, "the worker died of it"
     finally:
         hogs.clear()

@@ -140,22 +140,22 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
         file.write_text(f"{WAITING}\n{file.read_text()}")
     add_ensemble(tmp_path, "steps", [xy("slow", "IN", "m"), xy("add", "m", "OUT")])
     add_ensemble(tmp_path, "calls", [xy("calling", "IN", "m"), xy("add", "m", "OUT")])
-    asked = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
+    request = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
 
     def answer(model: str) -> float:
-        given, made, _ = asked[model]
+        given, quantised, _ = request[model]
         with started.http(timeout_s=30) as http:
             body = {"inputs": [json_input(given, np.array([1], np.float32))]}
-            return float(http.infer(model, body).ok().tensors()[made][0])
+            return float(http.infer(model, body).ok().tensors()[quantised][0])
 
-    with running(tmp_path) as started, ThreadPoolExecutor(len(asked)) as people:
+    with running(tmp_path) as started, ThreadPoolExecutor(len(request)) as people:
         with holding(started.gate):
-            answers = {model: people.submit(answer, model) for model in asked}
+            answers = {model: people.submit(answer, model) for model in request}
             for name in ("slow", "calling", "caller"):
                 until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
             started.process.send_signal(signal.SIGTERM)
             until("nobody is let in", lambda: refuses(started.http_port))
         assert {model: future.result() for model, future in answers.items()} == {
-            model: made for model, (_, _, made) in asked.items()
+            model: expected for model, (_, _, expected) in request.items()
         }
         assert started.wait_exit(20) == 0

@@ -174,8 +174,8 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
     """The client receives the error at once, and the later result of the step is discarded."""
     late = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
-    told = late.result()
-    assert (told.status, told.error) == (
+    reply = late.result()
+    assert (reply.status, reply.error) == (
         503,
         _EXPIRED,
     )

@@ -171,9 +171,9 @@ def test_texts_are_those_of_vllm_s_server(
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, peer: int) -> None:
-    asked: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
+    request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
     mine, theirs = (
-        json.loads(complete(port, **asked))["choices"][0] for port in (server.http_port, peer)
+        json.loads(complete(port, **request))["choices"][0] for port in (server.http_port, peer)
     )
     assert mine["text"] == theirs["text"]
     for name in ("tokens", "text_offset"):
@@ -206,8 +206,8 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice:
 
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
-        asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
-        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
+        request = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **request), range(200)))
     assert all(body.count('"finish_reason":"length"') == 1 for body in found)
 
 
@@ -256,22 +256,22 @@ def aborted(server: Server, before: float, most: int) -> bool:
 
 
 def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
-    asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
+    request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
     plain, mine = (
-        json.loads(complete(server.http_port, **asked, **more))["choices"][0]["text"]
+        json.loads(complete(server.http_port, **request, **more))["choices"][0]["text"]
         for more in ({}, {"lora_name": "french"})
     )
-    theirs = json.loads(complete(peer, **asked, model="french"))["choices"][0]["text"]
+    theirs = json.loads(complete(peer, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
     status, found = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
     assert "there is no adapter 'x'" in found["error"]["message"]
-    given = {"text_input": "the", "exclude_input_in_output": True}
-    sampled = json.dumps({"lora_name": "french", **asked})
+    body = {"text_input": "the", "exclude_input_in_output": True}
+    sampled = json.dumps({"lora_name": "french", **request})
     status, found = posted(
-        server.http_port, "/v2/models/tiny/generate", {**given, "sampling_parameters": sampled}
+        server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
     assert (status, found["text_output"]) == (200, mine)
 
@@ -404,9 +404,9 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
         if word in " ".join(child.cmdline())
     )
     before = shared_memory(server)
-    asked = {**LONG, "stream": True, "n": 64}
+    request = {**LONG, "stream": True, "n": 64}
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-    connection.request("POST", "/v1/completions", json.dumps(asked))
+    connection.request("POST", "/v1/completions", json.dumps(request))
     response = connection.getresponse()
     assert response.read(100)  # the engine generates
     os.kill(process.pid, signal.SIGKILL)

@@ -50,10 +50,10 @@ class Way:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("clients") / "models"
-    made.mkdir()
-    repositories.add(made, *_MODELS)
-    return made
+    folder_path = tmp_path_factory.mktemp("clients") / "models"
+    folder_path.mkdir()
+    repositories.add(folder_path, *_MODELS)
+    return folder_path
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def unix_socket(server: Server) -> Path:
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
 def door(request: pytest.FixtureRequest) -> Way:
-    found: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
+    way: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
     if request.param == "unix":
-        return Way(found.server, f"unix:{unix_socket(found.server)}")
-    return found
+        return Way(way.server, f"unix:{unix_socket(way.server)}")
+    return way
 
 
 @pytest.fixture(params=["whole", "cut"])

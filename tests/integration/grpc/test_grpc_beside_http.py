@@ -80,9 +80,9 @@ def row(values: np.ndarray = VALUES) -> list[Any]:
 def from_region(name: str) -> tuple[list[Any], list[Any]]:
     tensor = triton.InferInput("INPUT0", [VALUES.size], "FP32")
     tensor.set_shared_memory(name, SIZE)
-    wanted = triton.InferRequestedOutput("OUTPUT0")
-    wanted.set_shared_memory(name, SIZE, SIZE)
-    return [tensor], [wanted]
+    requested_outputs = triton.InferRequestedOutput("OUTPUT0")
+    requested_outputs.set_shared_memory(name, SIZE, SIZE)
+    return [tensor], [requested_outputs]
 
 
 def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = None) -> None:
@@ -107,17 +107,17 @@ def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
         for name in ("INPUT0", "INPUT1"):
             tensor = triton.InferInput(name, [1, 16], "INT32")
             tensors.append(tensor.set_data_from_numpy(a + (name == "INPUT1")))
-        found = client.infer("simple", tensors, request_id="7")
-        assert found.get_response().id == "7"
-        assert (found.as_numpy("OUTPUT0") == 2 * a + 1).all()
-        assert (found.as_numpy("OUTPUT1") == -1).all()
+        result = client.infer("simple", tensors, request_id="7")
+        assert result.get_response().id == "7"
+        assert (result.as_numpy("OUTPUT0") == 2 * a + 1).all()
+        assert (result.as_numpy("OUTPUT1") == -1).all()
 
 
 def test_sizes(client: triton.InferenceServerClient) -> None:
     for count in (0, 1, 1024, 1 << 20):
         values = np.arange(count, dtype=np.float32)
-        found = client.infer("identity", row(values)).as_numpy("OUTPUT0")
-        assert (found == values).all()
+        output = client.infer("identity", row(values)).as_numpy("OUTPUT0")
+        assert (output == values).all()
 
 
 def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
@@ -147,11 +147,11 @@ def test_what_others_ask(client: triton.InferenceServerClient) -> None:
 
 
 def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     done = threading.Semaphore(0)
 
     def take(result: Any, error: Any) -> None:
-        found.append(error if result is None else result.get_response().id)
+        results.append(error if result is None else result.get_response().id)
         done.release()
 
     client.start_stream(take)
@@ -163,8 +163,8 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
             assert done.acquire(timeout=20)
     finally:
         client.stop_stream()
-    assert "'nobody' is not found" in str(found.pop(3))
-    assert found == ["0", "1", "2", "4", "5", "6", "7"]
+    assert "'nobody' is not found" in str(results.pop(3))
+    assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
 def test_an_overlap_in_a_stream_says_whose_it_is(
@@ -173,8 +173,8 @@ def test_an_overlap_in_a_stream_says_whose_it_is(
     """Also where the same request was understood before."""
     request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
     memory_range(request.outputs.add(name="OUTPUT0"), "twice", 16)
-    with SharedObject(SIZE) as made, stub(server) as call:
-        client.register_system_shared_memory("twice", made.key, SIZE)
+    with SharedObject(SIZE) as shared_object, stub(server) as call:
+        client.register_system_shared_memory("twice", shared_object.key, SIZE)
         right = call.ModelInfer.future(request, timeout=20)
         running = server.gate.next()
         (refusal,) = call.ModelStreamInfer(iter([request]), timeout=20)
@@ -199,30 +199,30 @@ def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
     """R6: usable over the other listener in the next call, and gone in the next."""
-    with SharedObject(2 * SIZE) as made:
-        made.write(VALUES)
+    with SharedObject(2 * SIZE) as shared_object:
+        shared_object.write(VALUES)
         for _ in range(5):
-            made.write(bytes(SIZE), SIZE)
-            http.register("over", made.key, 2 * SIZE).ok()
+            shared_object.write(bytes(SIZE), SIZE)
+            http.register("over", shared_object.key, 2 * SIZE).ok()
             for _ in range(2):  # the second time by what the first left
                 infer_in(client, "over")
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             listed = client.get_system_shared_memory_status().regions
-            assert (listed["over"].key, listed["over"].byte_size) == (made.key, 2 * SIZE)
+            assert (listed["over"].key, listed["over"].byte_size) == (shared_object.key, 2 * SIZE)
             client.unregister_system_shared_memory("over")
             assert http.regions().json() == []
             code, text = refused(lambda: infer_in(client, "over"))
             assert code == "StatusCode.NOT_FOUND"
             assert "Unable to find shared memory region: 'over'" in text
 
-            made.write(bytes(SIZE), SIZE)
-            client.register_system_shared_memory("over", made.key, 2 * SIZE)
+            shared_object.write(bytes(SIZE), SIZE)
+            client.register_system_shared_memory("over", shared_object.key, 2 * SIZE)
             request = {
                 "inputs": [shm_input("INPUT0", "FP32", [VALUES.size], "over", SIZE)],
                 "outputs": [{"name": "OUTPUT0", "parameters": in_region("over", SIZE, SIZE)}],
             }
             http.infer("identity", request).ok()
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             http.unregister("over").ok()
             assert not client.get_system_shared_memory_status().regions
             assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
@@ -335,15 +335,15 @@ def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
 
 
 def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     done = threading.Event()
 
     def take(result: Any, error: Any) -> None:
-        found.append((result, error))
+        results.append((result, error))
         done.set()
 
     for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
-        found.clear()
+        results.clear()
         done.clear()
         stranger.start_stream(take, headers=headers)
         try:
@@ -352,15 +352,15 @@ def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> N
             assert done.wait(20)
         finally:
             stranger.stop_stream()
-        result, error = found[0]
+        result, error = results[0]
         assert (error and error.status()) == expected
         assert (result is None) == bool(expected)
 
 
 def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> None:
     headers = bearer(PROGRAM)
-    found = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
-    assert (found == VALUES).all()
+    output = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
+    assert (output == VALUES).all()
     assert stranger.get_server_metadata(headers).name == "triton"
     code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
     assert (code, text) == (
@@ -392,14 +392,14 @@ def test_other_hosts_have_no_regions(
     """R3: over a listener that other hosts reach there are none, even for who has them over
     HTTP."""
     headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as made, guarded.http() as http:
+    with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(
             lambda: stranger.register_system_shared_memory(
-                "one", made.key, 2 * SIZE, headers=headers
+                "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
         assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
-        register = {"key": made.key, "byte_size": 2 * SIZE}
+        register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
         assert not stranger.get_system_shared_memory_status(headers=headers).regions
@@ -415,9 +415,11 @@ def test_no_regions_for_anybody(tmp_path: Path) -> None:
     with (
         running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as started,
         connected(started.grpc_port) as client,
-        SharedObject(SIZE) as made,
+        SharedObject(SIZE) as shared_object,
     ):
-        code, text = refused(lambda: client.register_system_shared_memory("one", made.key, SIZE))
+        code, text = refused(
+            lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
+        )
         assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
         assert not client.get_system_shared_memory_status().regions
 

@@ -24,8 +24,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def call(server: Server) -> Iterator[Any]:
-    with stub(server) as made:
-        yield made
+    with stub(server) as grpc_stub:
+        yield grpc_stub
 
 
 def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
@@ -240,8 +240,8 @@ def test_a_refused_inference(call: Any, case: str) -> None:
     change, status, text = CASES[case]
     request = simple_request()
     change(request)
-    found, said = refusal(call.ModelInfer, request)
-    assert (found, said.partition(" (0 are registered")[0]) == (status, text)
+    code, said = refusal(call.ModelInfer, request)
+    assert (code, said.partition(" (0 are registered")[0]) == (status, text)
 
 
 def load(**parameters: tuple[str, object]) -> Any:
@@ -376,11 +376,13 @@ def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
     """They refuse some statuses of more than 8 KB, and all of more than 16."""
     request = simple_request()
     request.outputs.add(name=name)
-    whole = f"unexpected inference output '{name}' for model 'simple'"
+    message = f"unexpected inference output '{name}' for model 'simple'"
     for _ in range(8):
         status, text = refusal(call.ModelInfer, request)
         assert status == BAD
-        assert text == whole if len(name) == 6000 else whole.startswith(text.removesuffix("..."))
+        assert (
+            text == message if len(name) == 6000 else message.startswith(text.removesuffix("..."))
+        )
 
 
 def test_bytes_that_are_no_request(server: Server) -> None:

@@ -204,25 +204,25 @@ def test_plain_tls(keys: Path, models: Path) -> None:
     ],
 )
 def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
-    found = run_command("serve", str(models), *flags)
-    assert (found.returncode, found.stderr) == (2, f"shmserve: {text}\n")
+    run = run_command("serve", str(models), *flags)
+    assert (run.returncode, run.stderr) == (2, f"shmserve: {text}\n")
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
     """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
-    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
-    assert (found.returncode, found.stderr) == (
+    run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a "
         "certificate and its private key in PEM\n",
     )
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={keys}/server.key"]
-    found = run_command(
+    run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
     )
-    assert (found.returncode, found.stderr) == (
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
     )
@@ -234,8 +234,8 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
     certificates.openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
     cert, key = tmp_path / "cert", tmp_path / "key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
-    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
-    assert (found.returncode, found.stderr) == (
+    run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' have a type of "
         "key that clients reject (allowed: RSA, P-256, P-384)\n",
@@ -287,12 +287,13 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
 def test_a_port_that_is_taken(models: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
-    assert found.returncode == 2
+        run = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
+    assert run.returncode == 2
     assert re.fullmatch(
         rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
-        rf"\(by .*, pid {os.getpid()}\)\n",
-        found.stderr,
+        rf"\(by .*, pid {os.getpid()}\); stop the program that listens there, or set another "
+        r"--grpc-port\n",
+        run.stderr,
     )
 
 
@@ -323,7 +324,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         health = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
         assert next(health) == b"\x08\x01"
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         wait = threading.Event()
 
         def requests() -> Iterator[Any]:
@@ -360,7 +361,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         wait.set()
         assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
@@ -409,7 +410,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
     ):
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
         idle.sendall(OPENED)
         idle.recv(65536)
@@ -418,7 +419,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
             pass
         until("nobody is let in", lambda: refuses(server.grpc_port))
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
@@ -480,5 +481,5 @@ def test_the_process(mutual: Server) -> None:
 
 def test_two_servers_do_not_share_a_port(mutual: Server, models: Path) -> None:
     flags = ("--http-port=0", "--metrics-port=0")
-    found = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
-    assert found.returncode == 2 and "Address already in use" in found.stderr
+    run = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
+    assert run.returncode == 2 and "Address already in use" in run.stderr

@@ -67,11 +67,11 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     puppet = Puppet(endpoints.control(tmp_path), take)
     listener = socket.create_server((host, 0))
     number = listener.getsockname()[1]
-    told = {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings}
+    limits = {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings}
     start = GatewayStart(
         name="grpc",
         run_dir=tmp_path,
-        settings=GatewaySettings(**told),
+        settings=GatewaySettings(**limits),
         http_sockets=0,
         grpc=GrpcSettings(),
     )

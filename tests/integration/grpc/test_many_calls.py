@@ -56,8 +56,8 @@ def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
     ):
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(CALLS // TOGETHER):
-            asked = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
-            assert all(is_answer(call.result()) for call in asked)
+            pending_calls = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
+            assert all(is_answer(call.result()) for call in pending_calls)
         assert proxy.connections == 1
 
 
@@ -66,10 +66,10 @@ async def test_a_thousand_connections(plain: Way) -> None:
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         (gateway,) = plain.server.find("gateway grpc")
-        found = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-        assert len(found) >= CONNECTIONS
-        asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
-        assert all(map(is_answer, await asyncio.gather(*asked)))
+        connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
+        assert len(connections) >= CONNECTIONS
+        pending_calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+        assert all(map(is_answer, await asyncio.gather(*pending_calls)))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 
@@ -136,11 +136,13 @@ def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
         sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
         said = b""
-        while (found := said.partition(b"grpc-status")[2])[1:] == b"" or len(found) < 1 + found[0]:
+        while (rest_of_status := said.partition(b"grpc-status")[2])[1:] == b"" or len(
+            rest_of_status
+        ) < 1 + rest_of_status[0]:
             piece = sock.recv(65536)
             assert piece, said
             said += piece
-    assert found[1 : 1 + found[0]] == status
+    assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 
 def test_a_far_deadline(plain: Way) -> None:
@@ -167,8 +169,8 @@ def test_metadata(plain: Way) -> None:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer, call = infer.with_call(request, timeout=20, metadata=sent)
         assert call.code() is grpc.StatusCode.OK
-    (told,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
-    parameters = json.loads(told[4:])["parameters"]
+    (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
+    parameters = json.loads(output[4:])["parameters"]
     assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
         "some-text": "words, and more"
     }
@@ -204,7 +206,7 @@ def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 def test_reflection(plain: Way, version: str) -> None:
-    asked: list[dict[str, Any]] = [
+    pending_calls: list[dict[str, Any]] = [
         {"list_services": "", "host": "here"},
         {"file_containing_symbol": "inference.GRPCInferenceService"},
         {"file_containing_symbol": "inference.ModelInferRequest.InferInputTensor"},
@@ -217,9 +219,9 @@ def test_reflection(plain: Way, version: str) -> None:
         {"file_containing_extension": {"containing_type": "x", "extension_number": 1}},
         {},
     ]
-    answers = reflect(plain, version, *asked)
+    answers = reflect(plain, version, *pending_calls)
     assert [answer.original_request for answer in answers] == [
-        reflection_pb2.ServerReflectionRequest(**question) for question in asked
+        reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
     listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
     assert listed.valid_host == "here"

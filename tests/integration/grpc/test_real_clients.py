@@ -123,10 +123,10 @@ def test_grpcios_generic_client(way: Way, compression: grpc.Compression) -> None
     with way.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         with ThreadPoolExecutor(8) as pool:
-            asked = [
+            pending_calls = [
                 pool.submit(infer, raw, timeout=30, compression=compression) for _ in range(200)
             ]
-            for call in asked:
+            for call in pending_calls:
                 assert is_right(pb.ModelInferResponse.FromString(call.result()))
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
         answers = list(stream(iter([raw] * STREAMED), timeout=30, compression=compression))

@@ -180,8 +180,8 @@ def through(name: str) -> Any:
 
 
 def test_the_sockets_mode(server: Server, folder: Path) -> None:
-    found = (folder / "socket").stat()
-    assert stat.S_IMODE(found.st_mode) == 0o660 and found.st_gid == FRIENDS
+    stat_result = (folder / "socket").stat()
+    assert stat.S_IMODE(stat_result.st_mode) == 0o660 and stat_result.st_gid == FRIENDS
     assert f"gRPC service at unix socket {folder / 'socket'}" in server.log()
 
 
@@ -218,8 +218,8 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
         alice.ModelInfer(through("hers"), timeout=20, **mine)
         assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
         for who, seen in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
-            found = who.SystemSharedMemoryStatus(status, timeout=20, **mine)
-            assert sorted(found.regions) == seen
+            regions = who.SystemSharedMemoryStatus(status, timeout=20, **mine)
+            assert sorted(regions.regions) == seen
         assert refusal(bob.ModelInfer, through("hers"), **mine)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
             pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **mine

@@ -89,8 +89,8 @@ def test_the_shells_client_shows_a_token_and_a_header(
         ((token,), "expecting header 'admin-key'"),
     ):
         assert client.run(["config", "identity", here, *shown]) == 1
-        assert f"http://0.0.0.0:{guarded.http_port}: " in (told := capsys.readouterr().err)
-        assert text in told
+        assert f"http://0.0.0.0:{guarded.http_port}: " in (stderr := capsys.readouterr().err)
+        assert text in stderr
 
 
 def test_a_token_opens_its_scopes(http: Http) -> None:
@@ -109,8 +109,12 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
 
 def test_restricted_apis_are_tritons(http: Http) -> None:
     expected = "This API is restricted, expecting header 'admin-key'"
-    wrong = [bearer(TOKEN), bearer(TOKEN, **{"admin-key": "let"}), bearer(TOKEN, other="let-me")]
-    for headers in wrong:
+    wrong_headers = [
+        bearer(TOKEN),
+        bearer(TOKEN, **{"admin-key": "let"}),
+        bearer(TOKEN, other="let-me"),
+    ]
+    for headers in wrong_headers:
         for reply in (
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/repository/index", headers),
@@ -246,9 +250,9 @@ def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
         assert http.get("/v2", {"Host": os.uname().nodename}).status == 200
         reply = http.post("/v2/repository/index", None, {"Sec-Fetch-Site": "cross-site"})
         assert reply.status == 403
-        found = http.get("/v2").headers
-        assert found["X-Content-Type-Options"] == "nosniff"
-        assert not {"Server", "Access-Control-Allow-Origin"} & set(found)
+        headers = http.get("/v2").headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert not {"Server", "Access-Control-Allow-Origin"} & set(headers)
 
 
 PAGE = "https://app.example.com"
@@ -280,8 +284,8 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         path = "/v2/models/identity/infer"
         for _ in range(3):  # later ones are repeated requests
-            made = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
-            assert made.headers["Access-Control-Allow-Origin"] == PAGE
+            reply = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
+            assert reply.headers["Access-Control-Allow-Origin"] == PAGE
         refused = http.post("/v1/completions", {}, page)
         assert refused.status == 401 and refused.headers["Vary"] == "Origin"
         assert refused.headers["Access-Control-Allow-Origin"] == PAGE

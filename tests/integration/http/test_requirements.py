@@ -54,8 +54,8 @@ def server(folder: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def call(server: Server) -> Iterator[Any]:
-    with stub(server) as made:
-        yield made
+    with stub(server) as grpc_stub:
+        yield grpc_stub
 
 
 def refusal(ask: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
@@ -73,9 +73,9 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
         if connection.laddr
     }
     assert str(folder / "socket") in names
-    others = names - {str(folder / "socket")}
-    assert others
-    assert all(name.startswith(f"{server.run_dir}/") for name in others), others
+    other_names = names - {str(folder / "socket")}
+    assert other_names
+    assert all(name.startswith(f"{server.run_dir}/") for name in other_names), other_names
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 
@@ -128,9 +128,9 @@ def test_headers_are_parameters_and_nothing_else(http: Http, call: Any) -> None:
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
     response = call.ModelInfer(request, metadata=[*plain.items()], timeout=20)
     over_grpc = json.loads(response.raw_output_contents[0][4:])
-    for told in (over_http, over_grpc):
-        assert told["parameters"] == {"mine": 1, "x-other": "y"}
-        assert (told["correlation_id"], told["flags"], told["timeout"]) == (0, 0, 0)
+    for answer in (over_http, over_grpc):
+        assert answer["parameters"] == {"mine": 1, "x-other": "y"}
+        assert (answer["correlation_id"], answer["flags"], answer["timeout"]) == (0, 0, 0)
     for name in HEADERS.keys() - plain.keys():
         text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
         refused = http.infer("echo_request", body, {name: HEADERS[name]})
@@ -153,8 +153,8 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
     request = request_of("echo_request", ROW, "INT32")
     request.parameters[key].bool_param = True
     if key == RESERVED[0]:
-        told = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
-        assert told["parameters"] == {}
+        seen_request = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
+        assert seen_request["parameters"] == {}
     else:
         code, text = refusal(lambda: call.ModelInfer(request, timeout=20))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -246,9 +246,9 @@ def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> N
         with contextlib.closing(Http(port)) as http:
             assert http.get(path, {"Host": f"evil.example:{port}"}).status == 421
             assert http.get(path, {"Host": f"127.0.0.1:{port}"}).status == 200
-            found = http.get(path).headers
-            assert found["X-Content-Type-Options"] == "nosniff"
-            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(found)
+            headers = http.get(path).headers
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(headers)
 
 
 def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:

@@ -64,10 +64,10 @@ def sharer(leak_guard: None) -> Iterator[None]:
 @pytest.fixture
 def shared() -> Iterator[SharedMemory]:
     """Memory that a program has made with Python's own library; nothing has been written to it."""
-    made = SharedMemory(create=True, size=BOTH)
-    yield made
-    made.close()
-    made.unlink()
+    memory = SharedMemory(create=True, size=BOTH)
+    yield memory
+    memory.close()
+    memory.unlink()
 
 
 def numbers(buffer: Any, offset: int = 0) -> np.ndarray:

@@ -178,8 +178,8 @@ def test_what_a_thread_leaves_on_its_way_keeps_its_memory(
     visit.release()
     for _ in range(4):
         gated.gate.next().release()
-    found = [*first, *results, *(future.result(20) for future in futures)]
-    assert [set(result["OUTPUT0"]) for result in found] == [{n} for n in range(6)]
+    outputs = [*first, *results, *(future.result(20) for future in futures)]
+    assert [set(result["OUTPUT0"]) for result in outputs] == [{n} for n in range(6)]
 
 
 async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
@@ -220,8 +220,8 @@ def test_memory_is_kept_for_what_is_in_flight(
     gated.gate.next().release()
     assert blocker.result(20)
     for future, right in zip(waiting, (x, -x), strict=True):
-        found = future.result(20)["OUTPUT0"]
-        assert (np.asarray(found) == right).all()
+        output = future.result(20)["OUTPUT0"]
+        assert (np.asarray(output) == right).all()
 
 
 CRASHING = """

@@ -42,8 +42,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def local_client(server: Server) -> Iterator[Guest]:
-    with contextlib.closing(Guest(server).hello()) as made:
-        yield made
+    with contextlib.closing(Guest(server).hello()) as guest:
+        yield guest
 
 
 def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:

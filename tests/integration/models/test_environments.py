@@ -92,9 +92,9 @@ def test_an_archive_is_unpacked_once_and_removed(
     repository: Path, tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
     model = add(repository, "one", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", 2)
-    made = environment(tmp_path / "made", 3)
-    packed(made, model / "env.tar.gz")
-    shutil.rmtree(made)
+    prefix_path = environment(tmp_path / "made", 3)
+    packed(prefix_path, model / "env.tar.gz")
+    shutil.rmtree(prefix_path)
     add(repository, "other", model / "env.tar.gz")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
     copies = endpoints.environments(server.run_dir)

@@ -181,8 +181,8 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
     written = [line for line in config.read_text().splitlines() if "instance_group" not in line]
 
     def group(text: str) -> None:
-        made = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
-        config.write_text("\n".join([*written, made, ""]))
+        instance_group = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
+        config.write_text("\n".join([*written, instance_group, ""]))
 
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
@@ -261,8 +261,8 @@ def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = F
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
         "parameters": {"sequence_id": who, "sequence_start": start, "sequence_end": end},
     }
-    found = http.infer("sums", body)
-    return [int(each) for each in found.tensors()["OUT"].flat]
+    reply = http.infer("sums", body)
+    return [int(each) for each in reply.tensors()["OUT"].flat]
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])

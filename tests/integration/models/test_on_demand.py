@@ -176,8 +176,8 @@ def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
 
 
 def test_a_model_that_a_model_calls_is_loaded_for_the_call(http: Http) -> None:
-    given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-    assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
+    body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+    assert http.infer("calls", body).tensors()["OUTPUT0"] == [1]
     assert states(http)["called"] == "READY"
 
 
@@ -259,8 +259,8 @@ def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
         for _ in range(2):
             assert answer(http, "goes") == answer(http, "stays") == 1
             until("it is unloaded", lambda: states(http)["goes"] == ON_DEMAND)
-        wanted = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
-        assert states(http) == wanted
+        expected = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
+        assert states(http) == expected
         assert loads(server, "goes") == 2 and loads(server, "stays") == 1
 
 
@@ -277,10 +277,10 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
     flags = ("--load-on-demand", "--idle-unload-secs=2")
     with running(repository, *flags) as server, server.http() as http:
-        given = {"inputs": [json_input("IN", np.array([1], np.float32))]}
+        body = {"inputs": [json_input("IN", np.array([1], np.float32))]}
         for _ in range(2):
             assert states(http) == asleep
-            assert http.infer("both", given).tensors()["OUT"] == [3]
+            assert http.infer("both", body).tensors()["OUT"] == [3]
             assert states(http) == dict.fromkeys(asleep, "READY")
             until("all have left", lambda: states(http) == asleep)
         alone = {"inputs": [json_input("X", np.array([1], np.float32))]}
@@ -320,9 +320,9 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> 
     with running(tmp_path, *flags) as server, server.http() as http:
         for name in [*names, *names]:
             assert answer(http, name) == 1
-            found = states(http)
-            assert found[name] == "READY"
-            assert 1 <= list(found.values()).count("READY") <= 2
+            model_states = states(http)
+            assert model_states[name] == "READY"
+            assert 1 <= list(model_states.values()).count("READY") <= 2
         assert answer(http, "c") == 1
         assert answer(http, "a") == 1
         until("d has left", lambda: states(http)["d"] == ON_DEMAND)

@@ -97,9 +97,9 @@ def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) 
     queue = Queue(server, pool, "levels")
     queue.add(5, priority=5)
     queue.add(4)  # without a priority: the default is level 4
-    asked = [queue.call(function) for function in (over_grpc, natively, from_a_model)]
+    pending_calls = [queue.call(function) for function in (over_grpc, natively, from_a_model)]
     assert queue.batches(5) == [[1], [2], [3], [4], [5]]
-    for function in asked:
+    for function in pending_calls:
         function.result()
 
 

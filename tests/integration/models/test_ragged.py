@@ -136,5 +136,5 @@ def test_the_metadata_has_no_generated_inputs(server: Server) -> None:
     """3.6: inputs that `batch_input` generates are not inputs of clients."""
     with triton.InferenceServerClient(server.grpc_url) as client:
         assert [tensor.name for tensor in client.get_model_metadata("sums").inputs] == ["X"]
-        (made,) = client.get_model_config("sums").config.batch_input
-        assert list(made.target_name) == ["ENDS"]
+        (configuration,) = client.get_model_config("sums").config.batch_input
+        assert list(configuration.target_name) == ["ENDS"]

@@ -79,9 +79,9 @@ def everything(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server
 
 def test_mode_none_serves_both_repositories_and_refuses_control(everything: Server) -> None:
     with everything.http() as http:
-        found = index(http)
-        assert set(found.values()) == {("READY", "")}
-        assert {name for name, _ in found} == {"constant", "identity", "all", "some", "latest"}
+        models = index(http)
+        assert set(models.values()) == {("READY", "")}
+        assert {name for name, _ in models} == {"constant", "identity", "all", "some", "latest"}
         assert answer(http) == 1
         for reply in (http.load("constant"), http.unload("constant")):
             assert reply.status == 503
@@ -790,15 +790,15 @@ def test_a_model_that_comes_to_stand_in_two_repositories(
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
         until("it is not served", lambda: http.infer("twice", ASK).status == 404)
         server.wait_log("model 'twice': not unique across all model repositories")
-        found = index(http)
-        assert found[("twice", "")] == severally and ("twice", "1") not in found
+        models = index(http)
+        assert models[("twice", "")] == severally and ("twice", "1") not in models
         until("all have ended", lambda: not server.find("scheduler twice"))
         assert http.get("/v2/health/ready").status == 200
         (one / "twice").rename(tmp_path / "twice")
         until("it is served again", lambda: http.infer("twice", ASK).status == 200)
-        found = index(http)
-        assert found[("twice", "1")] == found[("twice", "2")] == ("READY", "")
-        assert ("twice", "") not in found
+        models = index(http)
+        assert models[("twice", "1")] == models[("twice", "2")] == ("READY", "")
+        assert ("twice", "") not in models
         assert answer(http, "twice") == 2
 
 

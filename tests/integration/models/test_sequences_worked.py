@@ -43,10 +43,10 @@ def asking(pool: RequestPool, model: str) -> Ask:
     """Return a function that sends a request of a sequence with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
-        given: dict[str, Any] = {"sequence_id": sequence}
-        given |= {"sequence_start": start, "sequence_end": end}
+        parameters: dict[str, Any] = {"sequence_id": sequence}
+        parameters |= {"sequence_start": start, "sequence_end": end}
         tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        return pool.infer(model, {"inputs": [tensor], "parameters": given})
+        return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
 
     return ask
 
@@ -167,8 +167,8 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
         visit = gate.next()
         visit.release()
         response.result().ok()
-        told = visit.message
-        return told["START"], told["READY"], told["CORRID"]
+        message = visit.message
+        return message["START"], message["READY"], message["CORRID"]
 
     for sequence in (1, 2):  # another test may have begun these sequences
         alone(sequence, start=True, end=True)

@@ -113,8 +113,8 @@ def perf(asked: Server, tmp_path: Path) -> Perf:
     def run(door: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "report.json"
         assert main(["perf", *arguments, *at(asked, door), *SHORT, f"--json={path}"]) == 0
-        found: dict[str, Any] = json.loads(path.read_text())["points"][-1]
-        return found
+        point: dict[str, Any] = json.loads(path.read_text())["points"][-1]
+        return point
 
     return run
 
@@ -148,9 +148,9 @@ def test_an_interrupt_prints_what_was_measured(
         until("the load has begun", lambda: successes(asked) > before + 100, within_s=30)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "concurrency 4: interrupted after" in shown and "concurrency 5" not in shown
+    assert "concurrency 4: interrupted after" in output and "concurrency 5" not in output
     (point,) = json.loads(path.read_text())["points"]
     assert point["interrupted"] and point["requests"] > 10 and not point["errors"]
 
@@ -285,8 +285,8 @@ def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixtur
         # It goes in the middle of a load.
         stopping = threading.Timer(1.0, server.stop)
         stopping.start()
-        asked = ["perf", "identity", f"--url={server.url}", *large[:-1]]
-        assert main([*asked, "--window=60", "--patience=5"]) == 1
+        command = ["perf", "identity", f"--url={server.url}", *large[:-1]]
+        assert main([*command, "--window=60", "--patience=5"]) == 1
         stopping.join()
         # It depends on the moment which of them meets it.
         assert re.search("cannot be reached|no response|failed", capsys.readouterr().err)

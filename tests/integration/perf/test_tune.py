@@ -50,8 +50,8 @@ def asked(tmp_path: Path) -> Iterator[Server]:
 
 def in_force(server: Server) -> dict[str, Any]:
     with server.http() as http:
-        found: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
-        return found
+        config: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
+        return config
 
 
 @pytest.mark.parametrize("door", ["http", "native"])
@@ -86,9 +86,9 @@ def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
         assert process.stderr.readline().startswith("1. ")
         assert process.stderr.readline().startswith("2. ")  # the first run is recorded
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "# interrupted after" in shown and "max_batch_size: 8" in shown
+    assert "# interrupted after" in output and "max_batch_size: 8" in output
     assert in_force(asked) == before
 
 
@@ -105,9 +105,9 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
     assert in_force(asked)["max_batch_size"] == 4  # not as its folder has it
     assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
     written = parse_pbtxt(capsys.readouterr().out)
-    found = in_force(asked)
-    assert found["max_batch_size"] == written.max_batch_size
-    assert found["instance_group"][0]["count"] == written.instance_group[0].count
+    settings = in_force(asked)
+    assert settings["max_batch_size"] == written.max_batch_size
+    assert settings["instance_group"][0]["count"] == written.instance_group[0].count
 
 
 @pytest.mark.parametrize(

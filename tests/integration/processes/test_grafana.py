@@ -243,8 +243,8 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
         tests.append(rule_test({**HEALTHY, **changed}, silent_at))
         if fires_at:
             tests.append(rule_test({**HEALTHY, **changed}, fires_at, name))
-    given = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(given))
+    rules = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(rules))
     for verb in (["check", "rules", "alerts.yaml"], ["test", "rules", "tests.yaml"]):
         done = subprocess.run([PROMTOOL, *verb], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

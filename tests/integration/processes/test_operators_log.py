@@ -74,9 +74,9 @@ def test_a_failure_is_logged_whichever_way_it_was_asked_for(server: Server) -> N
         r"model 'fails_0', message: ValueError: Grüße request=(\S+)\n    of two lines\n"
     )
     server.wait_log("request=natively\n    of two")
-    found = re.findall(line, server.log())
-    assert [request for _, request in found] == ["over-http", "natively"]
-    assert " gateway " in found[0][0] and " scheduler fails" in found[1][0]
+    lines = re.findall(line, server.log())
+    assert [request for _, request in lines] == ["over-http", "natively"]
+    assert " gateway " in lines[0][0] and " scheduler fails" in lines[1][0]
 
 
 def test_a_worker_that_is_back(server: Server) -> None:

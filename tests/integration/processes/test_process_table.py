@@ -121,8 +121,8 @@ def test_a_process_that_is_continued_while_nobody_looks() -> None:
 
 def test_an_end_that_cannot_be_dealt_with() -> None:
     """The exception is logged, and the next exit is handled."""
-    told = sorted(output(_TROUBLE).splitlines())
-    assert told == [
+    lines = sorted(output(_TROUBLE).splitlines())
+    assert lines == [
         "RuntimeError('one')",
         "RuntimeError('other')",
         "the exit of one could not be handled",
@@ -142,6 +142,6 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
 
 def output(script: str) -> str:
     """Return the output of a script, which must not log anything else."""
-    found = run_python("-c", script, timeout_s=20)
-    assert found.stderr == ""
-    return found.stdout
+    run = run_python("-c", script, timeout_s=20)
+    assert run.stderr == ""
+    return run.stdout

@@ -94,12 +94,12 @@ def of(folder: Path) -> list[psutil.Process]:
     """Return the processes whose temporary files are in a folder; a supervisor hides its
     environment.
     """
-    found = []
+    events = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("TMPDIR") == str(folder):
-                found.append(process)
-    return list(filter(runs, found))
+                events.append(process)
+    return list(filter(runs, events))
 
 
 def until_nothing_is_left(folder: Path) -> None:
@@ -179,8 +179,8 @@ class Stream:
 
     @staticmethod
     def _nodes(lines: bytes) -> list[str]:
-        found = [line[6:] for line in lines.splitlines() if line.startswith(b"data: ")]
-        return [str(json.loads(event)["NODE"]) for event in found]
+        events = [line[6:] for line in lines.splitlines() if line.startswith(b"data: ")]
+        return [str(json.loads(event)["NODE"]) for event in events]
 
     def rest(self) -> list[str]:
         """Return the responses after the first.

@@ -141,10 +141,10 @@ class Stage:
 
     def until_drained(self) -> None:
         """Wait for `Drained`, after the scheduler's counts and the report of an execution."""
-        told: list[Any] = []
-        while Drained() not in told:
-            told += [message for _, message in self.all(self.control)]
-        before = [type(message) for message in told[:-1]]
+        records: list[Any] = []
+        while Drained() not in records:
+            records += [message for _, message in self.all(self.control)]
+        before = [type(message) for message in records[:-1]]
         assert before == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
@@ -178,11 +178,11 @@ class Stage:
 @pytest.fixture
 def stage() -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="shmserve-") as run_dir:
-        made = Stage(Path(run_dir))
+        new_stage = Stage(Path(run_dir))
         try:
-            yield made
+            yield new_stage
         finally:
-            made.close()
+            new_stage.close()
 
 
 def test_the_host_ignores_messages_that_are_not_for_hosts(stage: Stage) -> None:

@@ -184,7 +184,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
             with shmserve.client.connect(run_dir) as native:
                 assert native.models()
             with EventReader(run_dir) as reader:
-                events = [told.event for told in reader.snapshot()]
+                events = [received.event for received in reader.snapshot()]
             pids = {event.pid for event in events if isinstance(event, ProcessStarted)}
             assert {process.pid for process in following.find("gateway")} <= pids
             assert server_pid(run_dir) == following.pid

@@ -148,5 +148,5 @@ def test_nobody_there_and_no_token(tmp_path: Path) -> None:
         url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
         refused = run_command("top", url).stderr
         assert "requires a known token" in refused and "--token-file" in refused
-        shown = run_command("top", url, f"--token-file={tokens}")
-        assert shown.returncode == 0 and "identity" in shown.stdout
+        completed = run_command("top", url, f"--token-file={tokens}")
+        assert completed.returncode == 0 and "identity" in completed.stdout

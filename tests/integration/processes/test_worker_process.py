@@ -187,11 +187,11 @@ def zygote() -> None:
 def worker(zygote: None, tmp_path: Path) -> Iterator[Worker]:
     # The path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir:
-        made = Worker(tmp_path, Path(run_dir))
+        new_worker = Worker(tmp_path, Path(run_dir))
         try:
-            yield made
+            yield new_worker
         finally:
-            made.close()
+            new_worker.close()
 
 
 def value(answer: Inferred) -> float:

@@ -243,8 +243,8 @@ def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
 def test_a_spare_takes_over(tmp_path: Path) -> None:
     """Works for each death of a zygote, and the spare has the imports of the first one."""
     (tmp_path / "preloaded.py").write_text(_PRELOADED)
-    found = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
-    assert found == "x\nxx\n['exit status 0', 'exit status 0']\n"
+    pids = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
+    assert pids == "x\nxx\n['exit status 0', 'exit status 0']\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -275,10 +275,10 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
 
 
 def output(script: str, *arguments: str) -> str:
-    found = run_python("-c", script, *arguments)
+    run = run_python("-c", script, *arguments)
     ended = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
-    assert ended.sub("", found.stderr) == ""
-    return found.stdout
+    assert ended.sub("", run.stderr) == ""
+    return run.stdout
 
 
 @pytest.mark.parametrize("at", ["the first fork", "the second fork"])

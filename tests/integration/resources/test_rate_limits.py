@@ -33,8 +33,8 @@ def add(repository: Path, name: str, group: str) -> None:
 
 def ask(server: Server, model: str, value: int) -> int:
     with server.http() as http:
-        given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-        return http.infer(model, {"inputs": given}).status
+        tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+        return http.infer(model, {"inputs": tensors}).status
 
 
 def wait_workers(server: Server, count: int) -> None:
@@ -62,8 +62,8 @@ def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Pat
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as made:
-        yield made
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
 
 
 def test_models_that_need_the_same_take_turns(
@@ -86,14 +86,14 @@ def test_models_that_need_the_same_take_turns(
     assert second.batch == [9]
     second.release()
     assert free.result() == 200
-    seen = first.batch
+    first_batch = first.batch
     for _ in range(3):
         assert server.metric("shmserve_executing_requests") == 1
         first.release()
         first = gate.next()
-        seen += first.batch
+        first_batch += first.batch
     first.release()
-    assert sorted(seen) == [0, 1, 2, 3]
+    assert sorted(first_batch) == [0, 1, 2, 3]
     assert [future.result() for future in waiting] == [200] * 4
 
 
@@ -148,5 +148,5 @@ def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
                 wait_workers(server, count)
         assert server.find_one("scheduler simple").pid == scheduler
         assert not stream.troubles()
-    found = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
-    assert found == ["1", "2"], "how much there is, whenever that changes"
+    counts = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
+    assert counts == ["1", "2"], "how much there is, whenever that changes"

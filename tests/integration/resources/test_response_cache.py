@@ -38,16 +38,16 @@ def server(models: Path, start: Start) -> Server:
 def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
     client = triton.InferenceServerClient(server.url)
     name = "IN" if model == "pipeline" else "X"
-    given = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
+    tensor = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
     try:
-        return client.infer(model, [given], **options)
+        return client.infer(model, [tensor], **options)
     finally:
         client.close()
 
 
 def stats(http: Http, model: str) -> dict[str, Any]:
-    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-    return dict(found)
+    (statistics,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(statistics)
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
@@ -118,9 +118,9 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
 def test_a_region_passes_the_cache_by(http: Http) -> None:
     """A client may write there at any time: what was hashed need not be what is executed."""
     array = np.full(4, 3, np.float32)
-    with SharedObject(64) as made:
-        made.write(array, 0)
-        http.register("cached", made.key, 64).ok()
+    with SharedObject(64) as shared_object:
+        shared_object.write(array, 0)
+        http.register("cached", shared_object.key, 64).ok()
         placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
         results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
         assert (results[0] != results[1]).all()
@@ -131,9 +131,9 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
         for _ in range(2):
             http.infer("regions", into).ok()
         http.unregister("cached").ok()
-    found = stats(http, "regions")
-    assert found["execution_count"] == 4
-    assert found["inference_stats"]["cache_miss"]["count"] == 0
+    statistics = stats(http, "regions")
+    assert statistics["execution_count"] == 4
+    assert statistics["inference_stats"]["cache_miss"]["count"] == 0
 
 
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
@@ -160,8 +160,8 @@ def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Serv
     assert server.metric("nv_cache_hit_summary_per_model_count", model="other") == 2
     assert server.metric("nv_cache_miss_summary_per_model_count", model="other") == 1
     assert server.metric("nv_inference_queue_summary_us_count", model="other") == 3
-    whole = server.samples("nv_inference_request_summary_us_count")
-    assert [labels["model"] for labels, _ in whole] == ["plain"]
+    samples = server.samples("nv_inference_request_summary_us_count")
+    assert [labels["model"] for labels, _ in samples] == ["plain"]
     assert server.metric("shmserve_cache_entries", model="other") == 1
     models = {labels["model"] for labels, _ in server.samples("nv_cache_num_hits_per_model")}
     assert "plain" not in models and len(models) == 6

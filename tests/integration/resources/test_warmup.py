@@ -208,9 +208,9 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
     seen(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        (others,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
+        (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
     assert stats["execution_count"] - before == 1
-    assert others["execution_count"] <= 1
+    assert statistics["execution_count"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,11 @@ def test_a_sample_that_fails_fails_the_load(
         http.post("/v2/logging", {"log_verbose_level": 0}).ok()
     if "failed to run" in says:
         where = f"model '{name}' instance {name}_0_0"
-        for told in ("is running warmup sample 's' for iteration 1", "failed to run warmup sample"):
-            assert f"{where} {told}" in server.log()
+        for log_text in (
+            "is running warmup sample 's' for iteration 1",
+            "failed to run warmup sample",
+        ):
+            assert f"{where} {log_text}" in server.log()
 
 
 def test_an_instance_that_starts_again_is_warm_again(explicit: tuple[Server, Path]) -> None:

@@ -60,5 +60,5 @@ def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str
         status: object = cli.main([*verb.split(), "--help"])
     except SystemExit as ended:
         status = ended.code
-    shown = capsys.readouterr()
-    assert status == 0 and "usage:" in shown.out and not shown.err
+    captured = capsys.readouterr()
+    assert status == 0 and "usage:" in captured.out and not captured.err

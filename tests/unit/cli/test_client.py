@@ -86,8 +86,8 @@ def test_texts_go_there_and_back() -> None:
 def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
     datatype = next(name for name, dtype in NUMPY.items() if dtype == array.dtype)
     shape, raw = encode(ModelTensor("X", datatype, array.shape), array)
-    found = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
-    np.testing.assert_array_equal(found, array)
+    decoded = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
+    np.testing.assert_array_equal(decoded, array)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
     torch = pytest.importorskip("torch")
     values = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32).view(np.float32)
     _, raw = encode(tensor("BF16", -1), values)
-    found = np.array(back("BF16", [len(values)], raw), np.float32)
-    np.testing.assert_array_equal(found, torch.from_numpy(values).bfloat16().float().numpy())
+    array = np.array(back("BF16", [len(values)], raw), np.float32)
+    np.testing.assert_array_equal(array, torch.from_numpy(values).bfloat16().float().numpy())
 
 
 def test_values_come_from_json_and_files(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers["Inference-Header-Content-Length"])
         request = json.loads(body[:length])
         self.server.asked.append((self.path, request))  # type: ignore[attr-defined]
-        (given,) = request["inputs"]
-        size = given["parameters"]["binary_data_size"]
+        (tensor,) = request["inputs"]
+        size = tensor["parameters"]["binary_data_size"]
         assert len(body) == length + size
-        output = {**given, "name": "Y"}
+        output = {**tensor, "name": "Y"}
         answer = {"model_name": "m", "model_version": "1", "outputs": [output]}
         self.reply(200, answer, body[length:])
 
@@ -187,12 +187,12 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
-    with HTTPServer(("127.0.0.1", 0), Handler) as found:
-        found.asked = []  # type: ignore[attr-defined]
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield found
-        found.shutdown()
+        yield server
+        server.shutdown()
         thread.join()
 
 
@@ -223,13 +223,16 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model-version=3", "--request-id=a b", "--timeout-us=500", "--output=Y"]
+    options += ["--parameter=explain=true", "--parameter=top=0.5", "--parameter=k=-3"]
+    options += ["--parameter=mode=a=b", '--parameter=quoted="1"', "--parameter=empty="]
     assert run("m", url(server), "--input=X=[[]]", *options) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output == {"name": "Y", "datatype": "INT32", "shape": [1, 0], "data": [[]]}
     ((path, request),) = server.asked  # type: ignore[attr-defined]
     assert path == "/v2/models/m/versions/3/infer"
     assert request["id"] == "a b"
-    assert request["parameters"] == {"deadline_us": 500}
+    parameters = {"explain": True, "top": 0.5, "k": -3, "mode": "a=b", "quoted": "1", "empty": ""}
+    assert request["parameters"] == {"deadline_us": 500, **parameters}
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 
@@ -244,6 +247,11 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=hello"], 2, """quote a string: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
+        (["m", "--input=X=1", "--parameter=a"], 2, "--parameter: expected NAME=VALUE, got 'a'"),
+        (["m", "--input=X=1", "--parameter=a=[1]"], 2, "'a' must be true, false, a number or a"),
+        (["m", "--input=X=1", "--parameter=a=null"], 2, "or a string, got null"),
+        (["m", "--input=X=1", f"--parameter=a={2**63}"], 2, "'a' must be a 64-bit integer"),
+        (["m", "--input=X=1", "--parameter=a=NaN"], 2, "'a' must be a finite number, got NaN"),
         (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
@@ -283,11 +291,11 @@ def test_each_problem_is_one_line(
     text: str,
 ) -> None:
     known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
-    found = run(arguments[0], *known, *arguments[1:])
-    shown = capsys.readouterr()
-    assert (found, shown.out) == (status, "")
-    assert text in shown.err
-    assert shown.err.count("\n") == 1
+    completed = run(arguments[0], *known, *arguments[1:])
+    captured = capsys.readouterr()
+    assert (completed, captured.out) == (status, "")
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])

@@ -27,8 +27,8 @@ def manifest(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def container(manifest: dict[str, Any]) -> dict[str, Any]:
-    (found,) = manifest["spec"]["containers"]
-    return dict(found)
+    (container,) = manifest["spec"]["containers"]
+    return dict(container)
 
 
 def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:

@@ -64,9 +64,9 @@ def listener(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[ServerConnection]:
     with listener(tmp_path):
-        made = ServerConnection(tmp_path, 5.0)
-        yield made
-        made.close()
+        connection = ServerConnection(tmp_path, 5.0)
+        yield connection
+        connection.close()
 
 
 def built(connection: ServerConnection) -> PackedRequest:
@@ -261,9 +261,9 @@ def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     built = SimpleNamespace(segments=(), as_torch=False)
     reader: Any = SimpleNamespace(built=built, copied=lambda _: copy)
     place = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
-    found = results._in_memory(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
-    assert found.tolist() == [0, 1, 2, 3] and found.flags.writeable
-    assert np.shares_memory(found, np.frombuffer(copy, np.float32))
+    array = results._in_memory(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
+    assert array.tolist() == [0, 1, 2, 3] and array.flags.writeable
+    assert np.shares_memory(array, np.frombuffer(copy, np.float32))
 
 
 def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(

@@ -56,9 +56,9 @@ def memories() -> Iterator[Memories]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    made = Memories(64 << 20, share, lambda segment: None)
-    yield made
-    made.close()
+    new_memories = Memories(64 << 20, share, lambda segment: None)
+    yield new_memories
+    new_memories.close()
 
 
 def published(name: str = "m", version: str = "1", latest: bool = True) -> m.ModelPublished:
@@ -166,14 +166,14 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
 
 
 def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
-    given: Any = {
+    fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
         "c": (np.zeros((1, 5)).shape, np.dtype("int64")),
         "d": ([2], bool),
         "e": (3, "BF16"),
     }
-    with Region(memories, given) as region:
+    with Region(memories, fields) as region:
         kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
         assert {name: spec[1] for name, spec in region.specs.items()} == kinds
         assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
@@ -292,7 +292,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
 
 def test_every_form_is_checked(memories: Memories) -> None:
     model = ClientModel(published())
-    wrong: list[tuple[Any, str]] = [
+    wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
@@ -300,7 +300,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
         ({"x": "word"}, "cannot be converted to FP32"),
     ]
-    for inputs, text in wrong:
+    for inputs, text in wrong_cases:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
     assert not model.prepared
@@ -390,14 +390,14 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
         text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        found = read_back(number, text, note=1)
-        assert (found["y"].tolist(), found["z"].tolist()) == ([n], [b"%d" % n])
-        assert found["note"] == 1
-        found["y"][:] = 7  # the program's own
+        copy = read_back(number, text, note=1)
+        assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
+        assert copy["note"] == 1
+        copy["y"][:] = 7  # the program's own
         for mixed in ((number, TensorRef("p", "INT32", (1,), place)), (number,)):
-            found = read_back(*mixed)
-            assert found["y"].tolist() == [n]
-            assert len(mixed) == 1 or found["p"].tolist() == [4]
+            copy = read_back(*mixed)
+            assert copy["y"].tolist() == [n]
+            assert len(mixed) == 1 or copy["p"].tolist() == [4]
         assert read_back(TensorRef("p", "INT32", (1,), place))["p"].tolist() == [4]
 
 
@@ -506,12 +506,12 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
-    capabilities, others = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
+    capabilities, other_capabilities = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
     assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
     for forged in (
         f"{FIRST + 1}.{token}.1",
-        f"{FIRST}.{others.token(FIRST)}.1",
+        f"{FIRST}.{other_capabilities.token(FIRST)}.1",
         f"{os.getpid()}.{token}.1",
         f"{FIRST}",
         "",

@@ -97,9 +97,9 @@ def test_without_tokens_everything_is_open() -> None:
 
 def test_tokens_are_kept_as_digests(tokens: Path) -> None:
     """R22: no token is stored by the server, passed to its processes, or printable."""
-    found = read_tokens(tokens)
-    assert set(found) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
-    assert ALL not in repr(found)
+    parsed = read_tokens(tokens)
+    assert set(parsed) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
+    assert ALL not in repr(parsed)
 
 
 @pytest.mark.parametrize(

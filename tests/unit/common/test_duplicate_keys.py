@@ -64,8 +64,8 @@ def string(text: str, data: st.DataObject) -> str:
 
 def is_doubled(value: Any) -> bool:
     if isinstance(value, Members):
-        found = [name for name, _ in value.pairs]
-        return len(set(found)) < len(found) or any(is_doubled(held) for _, held in value.pairs)
+        names = [name for name, _ in value.pairs]
+        return len(set(names)) < len(names) or any(is_doubled(held) for _, held in value.pairs)
     return isinstance(value, list) and any(map(is_doubled, value))
 
 
@@ -183,10 +183,10 @@ def test_in_a_configuration_too() -> None:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run")) as made:
-        made.open()
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        yield made
+    with rig(tmp_path_factory.mktemp("run")) as model_rig:
+        model_rig.open()
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        yield model_rig
 
 
 BODIES = {

@@ -37,10 +37,10 @@ def tcp_pair(
         address = (connect or listen, listener.getsockname()[1])
 
         def dial() -> socket.socket:
-            made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-            stack.enter_context(made)
-            made.connect(address)
-            return made
+            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            stack.enter_context(sock)
+            sock.connect(address)
+            return sock
 
         theirs = dial() if uid < 0 else as_user(uid, dial)
         ours, _ = listener.accept()
@@ -241,10 +241,10 @@ def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
 def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = "00" * 32
     rules = Authorisation({digest: ("inference",)}, {})
-    asked: list[str | None] = []
+    pending_calls: list[str | None] = []
 
     def scopes(header: str | None) -> frozenset[str] | None:
-        asked.append(header)
+        pending_calls.append(header)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
     monkeypatch.setattr(rules, "scopes", scopes)
@@ -253,7 +253,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
         assert (
             caller.find_access_error("inference", CIMultiDict(Authorization="Bearer good")) is None
         )
-    assert asked == ["Bearer good"]
+    assert pending_calls == ["Bearer good"]
     refused = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
     assert refused is not None
     assert refused.status == 401

@@ -22,10 +22,10 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     text = {bool: "true", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
     value = flag.choices[-1] if flag.choices else text
     written = f'"{value}"' if flag.kind is str else value
-    found = read(tmp_path, f"{name}: {written}")
+    options = read(tmp_path, f"{name}: {written}")
     said = command_line.parse([f"--{name}={value}"])
-    assert {**found.values, "config": None} == said.values
-    assert (found.repeated, found.without_effect) == (said.repeated, said.without_effect)
+    assert {**options.values, "config": None} == said.values
+    assert (options.repeated, options.without_effect) == (said.repeated, said.without_effect)
 
 
 def test_what_the_command_line_says_counts(tmp_path: Path) -> None:
@@ -40,10 +40,10 @@ def test_what_the_command_line_says_counts(tmp_path: Path) -> None:
         log-verbose: true
         id: 2026-01-31
     """
-    found = read(tmp_path, text, "--http-port=2", "--model-repository=/c", "--exit-on-error")
-    assert found.repeated["model-repository"] == ["/c"]
-    assert found.repeated["backend-config"] == ["python,a=1"]
-    value = found.values
+    options = read(tmp_path, text, "--http-port=2", "--model-repository=/c", "--exit-on-error")
+    assert options.repeated["model-repository"] == ["/c"]
+    assert options.repeated["backend-config"] == ["python,a=1"]
+    value = options.values
     assert (value["http-port"], value["exit-timeout-secs"], value["grpc-port"]) == (2, 7, 8001)
     assert (value["exit-on-error"], value["execution-timeout-secs"]) == (True, 1.5)
     assert (value["model-control-mode"], value["log-verbose"]) == ("poll", 1)
@@ -51,8 +51,8 @@ def test_what_the_command_line_says_counts(tmp_path: Path) -> None:
 
 
 def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
-    found = server.from_flags(read(tmp_path, f"model-repository: '{tmp_path}'"), {})
-    assert found.model_repositories == (tmp_path,)
+    server_settings = server.from_flags(read(tmp_path, f"model-repository: '{tmp_path}'"), {})
+    assert server_settings.model_repositories == (tmp_path,)
     assert read(tmp_path, "# nothing yet\n").repeated == command_line.parse([]).repeated
 
 

@@ -93,12 +93,12 @@ def test_names_and_origins_are_checked_and_repeat() -> None:
     assert config.allowed_host == ("inference.example.com", "*.corp.test", "*")
     assert config.cors_allow_origin == ("https://app.example.com:8443", "*")
     assert config.served_model_name == (("", "org/name"), ("tiny", "gpt"))
-    wrong = {
+    wrong_cases = {
         "--allowed-host": ("https://a.example", "a.example:80", "a.*.example", ""),
         "--cors-allow-origin": ("app.example.com", "https://a.example/", "https://A/b", "null"),
         "--served-model-name": ("", "tiny=", "=gpt"),
     }
-    for flag, values in wrong.items():
+    for flag, values in wrong_cases.items():
         for value in values:
             with pytest.raises(InvalidArgument, match=f"{flag}: '"):
                 server.from_flags(command_line.parse([repository, f"{flag}={value}"]), {})

@@ -247,19 +247,19 @@ def of_flags(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 def of_class(tmp_path: Path, text: str) -> None:
     (tmp_path / "models").mkdir()
-    with rig(tmp_path / "models") as made:
-        (made.context.version_dir / "model.py").write_text(HEAD + text)
+    with rig(tmp_path / "models") as model_rig:
+        (model_rig.context.version_dir / "model.py").write_text(HEAD + text)
         backend = 'backend: "native"\n'
-        (made.context.model_dir / "config.pbtxt").write_text(backend)
+        (model_rig.context.model_dir / "config.pbtxt").write_text(backend)
         plans = planner(tmp_path)
         (spec,) = plans.plan("m", "", {})
         try:
-            completed = NativeBackend(made.context).complete_config(spec.config.source)
+            completed = NativeBackend(model_rig.context).complete_config(spec.config.source)
         except InvalidArgument:
             raise
         except Exception as error:  # as a worker says it
             raise InvalidArgument(
-                in_words(error) + source_location(error, made.context.version_dir)
+                in_words(error) + source_location(error, model_rig.context.version_dir)
             ) from None
         plans.complete(spec, completed)
 

@@ -33,9 +33,9 @@ from tests.support.wire.raw_http import Http, in_region, raw_connection
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), id="my server") as made:
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), id="my server") as model_rig:
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,8 @@ def test_every_route_has_a_scope() -> None:
     ],
 )
 def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] | None) -> None:
-    found = ROUTES.find(path)
-    assert (found and found[1]) == parts
+    route = ROUTES.find(path)
+    assert (route and route[1]) == parts
 
 
 def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http) -> None:
@@ -302,9 +302,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         (
             "models/m/unload",
             {"parameters": {"unload_dependents": 1}},
-            500,
+            400,
             "non-boolean as boolean",
         ),
+        ("models/m/unload", {"parameters": []}, 400, "attempt to get members for non-object"),
+        ("models/m/unload", b"{", 400, "failed to parse the request JSON buffer"),
         ("models/m/load", b"{", 500, "failed to parse the request JSON buffer"),
     ],
 )
@@ -567,9 +569,9 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     ]
     for config, body in cases:
         published = publication({"name": "m", **config}, simple)
-        (example,) = management._examples("m", GatewayModel(published))
+        (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
-    (late,) = management._examples("late", None)
+    (late,) = management._model_examples("late", None)
     assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.gateway.api.figures import WINDOW_S, Figures, History, quantile, row
+from shmserve.gateway.api.figures import WINDOW_S, Figures, History, build_row, quantile
 from shmserve.scheduler.tables import Histogram
 
 BOUNDS = (0.001, 0.01, 0.1)
@@ -44,7 +44,7 @@ def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, An
     """The rows of a model, one look after the other."""
     figures = Figures()
     return [
-        figures.rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
+        figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
         for at, report in enumerate(reports)
     ]
 
@@ -137,13 +137,13 @@ def test_ten_minutes_of_history() -> None:
     for second in range(1000):
         reports = [report(10 * second if second > 500 else 0, pending=second > 990)]
         named = [{"name": "m", "version": "1", "shmserve": each} for each in reports]
-        history.add(1e9 + second, figures.rows(named, second))
-    shown = history.shown()
+        history.add(1e9 + second, figures.build_rows(named, second))
+    shown = history.as_series()
     assert shown["at"] == [1e9 + second for second in range(395, 1000, 5)]
     points = shown["models"]["m/1"]
     assert points[:20] == [0] * 20 and points[-1][0] == 10.0 and points[-1][4:] == (1, 0)
     history.add(1e9 - 50, {})  # the clock was set back
-    assert history.shown() == {"at": [1e9 - 50], "models": {}}
+    assert history.as_series() == {"at": [1e9 - 50], "models": {}}
 
 
 def test_a_generative_model_has_token_rates() -> None:
@@ -152,7 +152,7 @@ def test_a_generative_model_has_token_rates() -> None:
     times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
     before = report(0, generated=10, **more, **times)
     after = report(1, generated=40, **more, **times)
-    made = row(after, before, 2.0)
+    made = build_row(after, before, 2.0)
     assert made["generation"]["blocks"] == {"free": 9} and made["generation"]["preemptions"] == 3
     assert made["recent"]["tokens_rate"] == 15.0 and made["recent"]["first_token_ms"] == []
 

@@ -103,20 +103,20 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
     """Once, whether it came before the request was given up or after."""
 
     async def cancel(rig: Rig) -> None:
-        built: Any = SimpleNamespace(trace=None, responses=None)
+        built_request: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified: list[Any] = []
-        how = (message, rig.schedulers, lambda: None, built, notified.append, True)
+        how = (message, rig.schedulers, lambda: None, built_request, notified.append, True)
         request = UnaryInference(*how)
         if kind is HttpInference:
             request = HttpInference(*how, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
         if answered == "before":
-            rig.schedulers.take(rig.endpoint, answer())
+            rig.schedulers.handle(rig.endpoint, answer())
             assert request.message is not None
         request.cancel()
         if answered == "after":
-            rig.schedulers.take(rig.endpoint, answer())
+            rig.schedulers.handle(rig.endpoint, answer())
         late = answered == "after"
         assert notified == ([] if late else [request]) and request.message is None
         expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
@@ -142,8 +142,8 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
             rig.ask(number)
             rig.read(answer())
         assert await rig.receive(4)
-        rig.schedulers.take(rig.endpoint, m.Finished(1, b"", []))
-        rig.schedulers.take(rig.endpoint, m.Finished(2, b"", []))
+        rig.schedulers.handle(rig.endpoint, m.Finished(1, b"", []))
+        rig.schedulers.handle(rig.endpoint, m.Finished(2, b"", []))
         rig.read(answer())  # nothing is in flight with which it could go
         await rig.receive(5)
 
@@ -163,12 +163,12 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         for number in (1, 2):
             request = rig.ask(number, partial(released.append, f"of {number}"))
             request.heard = heard
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
                 request.abandon()
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
-            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
         others = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
         release = m.Release(4321, [4096], 1)
@@ -259,9 +259,9 @@ def test_requests_during_a_drain_are_refused(
     leaving: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
-    built: Any = MagicMock(infer_request=begins, model=model)
+    built_request: Any = MagicMock(infer_request=begins, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(leaving, built, client, 0, UnaryInference, None, True)
+        submit(leaving, built_request, client, 0, UnaryInference, None, True)
     assert caught.value.message == text
-    built.release.assert_called_once()
+    built_request.release.assert_called_once()

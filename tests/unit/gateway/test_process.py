@@ -56,13 +56,13 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
         def call_when_idle(self, drained: Any) -> None: ...
 
     front = Opening()
-    told: list[bool] = []
+    records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
         acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
-        front.drain(lambda: told.append(True), followed=False)
+        front.drain(lambda: records.append(True), followed=False)
         await front.listen(sock, acceptor)
         await asyncio.sleep(0)
         await front.accept()
-        assert told == [True]
+        assert records == [True]
         assert not any(server.is_serving() for server in front._accepting)
         await front.close()

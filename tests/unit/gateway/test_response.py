@@ -62,18 +62,18 @@ ADDED = {
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run")) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        echoes = made.scheduler(echo)
+    with rig(tmp_path_factory.mktemp("run")) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        echoes = model_rig.scheduler(echo)
         for datatype in NUMPY:
-            made.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
-        made.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
-        made.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
-        made.publish(identity_config("two", "FP32", [-1, -1]), echoes)
-        made.publish(identity_config("bf", "FP32", [2, 3]), echoes)
-        made.publish(identity_config("bytes2", "BYTES", [1]), echoes)
-        made.open()
-        yield made
+            model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
+        model_rig.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
+        model_rig.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
+        model_rig.publish(identity_config("two", "FP32", [-1, -1]), echoes)
+        model_rig.publish(identity_config("bf", "FP32", [2, 3]), echoes)
+        model_rig.publish(identity_config("bytes2", "BYTES", [1]), echoes)
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ def test_responses_are_those_of_triton(http: Http, case: dict[str, Any]) -> None
     reply = http.call(method, case["path"], body, case.get("headers"))
     assert reply.status == case["status"]
     size = case.get("header_length")
-    found = split(reply.body, reply.headers.get("Inference-Header-Content-Length"))
-    assert found == split(with_addition(case).encode("latin-1"), size)
+    parts = split(reply.body, reply.headers.get("Inference-Header-Content-Length"))
+    assert parts == split(with_addition(case).encode("latin-1"), size)
     if reply.status == 200 and size is not None:
         assert reply.headers["Content-Type"] == "application/octet-stream"
 
@@ -251,9 +251,9 @@ def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
     request = {"inputs": [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]}
 
     def answer(path: str) -> tuple[Any, Any]:
-        found = http.infer(path, request).ok().json()
-        assert found["parameters"] == {"n": 1.5, "s": "x", "b": True}
-        return found["model_version"], found["outputs"][0]["data"]
+        answer = http.infer(path, request).ok().json()
+        assert answer["parameters"] == {"n": 1.5, "s": "x", "b": True}
+        return answer["model_version"], answer["outputs"][0]["data"]
 
     assert answer("many") == ("10", [10])
     assert answer("many/versions/2") == ("2", [2])

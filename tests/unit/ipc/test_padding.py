@@ -31,9 +31,9 @@ def config(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> dict[s
 
 
 def padding(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> Padding:
-    made = ModelSpec.of(config(entry, dims)).padding
-    assert made is not None
-    return made
+    padding = ModelSpec.of(config(entry, dims)).padding
+    assert padding is not None
+    return padding
 
 
 def shape(pad: Padding, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -9,13 +9,13 @@ _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 # Halves of frames arrive on several connections at a time, each beside small allocations.
 _FRAMES = """
 from pathlib import Path
-from shmserve.ipc.processes import keep_no_large_memory
+from shmserve.ipc.processes import unmap_large_blocks_on_free
 
 def resident():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
-keep_no_large_memory()
+unmap_large_blocks_on_free()
 chunk, small, before = bytes(1 << 20), [], resident()
 for _ in range(3):
     frames = [bytearray() for _ in range(12)]

@@ -20,16 +20,16 @@ from tests.rigs.arrivals import arrived, framed, send_raw
 
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[Router]:
-    made = Router(f"ipc://{tmp_path}/r")
-    yield made
-    made.close()
+    new_router = Router(f"ipc://{tmp_path}/r")
+    yield new_router
+    new_router.close()
 
 
 @pytest.fixture
 def dealer(router: Router) -> Iterator[Dealer]:
-    made = Dealer(router.endpoint, "me")
-    yield made
-    made.close()
+    new_dealer = Dealer(router.endpoint, "me")
+    yield new_dealer
+    new_dealer.close()
 
 
 def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Path) -> None:

@@ -209,8 +209,8 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     said = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
     parameters = {name: {"string_value": value} for name, value in said.items()}
     merged = merge_autocomplete(written, {"parameters": parameters}).parameters
-    found = {name: merged[name].string_value for name in merged}
-    assert found == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
+    values = {name: merged[name].string_value for name in merged}
+    assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
 
 def test_what_has_no_effect_is_listed() -> None:

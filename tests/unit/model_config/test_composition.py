@@ -318,5 +318,5 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
 )
 def test_a_circle_beside_what_the_outputs_need(steps: str, text: str) -> None:
     way = 'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
-    found = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {way} "O" }} }} }}')
-    assert text in found
+    errors = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {way} "O" }} }} }}')
+    assert text in errors

@@ -227,10 +227,10 @@ def test_agrees_with_protobuf_on_what_is_text(fragments: list[str]) -> None:
     except (text_format.ParseError, UnicodeDecodeError, ValueError):
         expected = None
     try:
-        found = parse_pbtxt(text)
+        parsed = parse_pbtxt(text)
     except InvalidArgument:
-        found = None
-    assert found == expected
+        parsed = None
+    assert parsed == expected
 
 
 @given(st.text(max_size=60) | st.text("{}[]<>:\"' \n\\#ax01.-,", max_size=60))

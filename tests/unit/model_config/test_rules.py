@@ -308,6 +308,14 @@ RULES = [
         "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
+        IO
+        + (WARMUP % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
+            "batch_size: 1", "@batch_size: 2"
+        ),
+        "model_warmup[0].batch_size",
+        "warmup sample 's': batch size 2, max allowed is 1 for m",
+    ),
+    (
         IO + "response_cache { @enable: true } sequence_batching {}",
         "response_cache.enable",
         "Response Cache does not currently support model m with sequence batching scheduler. "
@@ -399,9 +407,9 @@ def test_a_reshape_keeps_the_elements(
     key = "input[0].reshape.shape"
     if shape == [0]:
         key, text = f"{key}[0]", text.replace("@shape: [", "shape: [@")
-    found = problems(text)
-    assert found.startswith(f"{place(text)}{key}: model input 'I' {expected}" if expected else "")
-    assert bool(found) == bool(expected)
+    errors = problems(text)
+    assert errors.startswith(f"{place(text)}{key}: model input 'I' {expected}" if expected else "")
+    assert bool(errors) == bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +455,9 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
 def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
     """R17: a configuration names no file outside of the model."""
     text = f'{PYTHON} {IO} @{field}: "{file}"'
-    found = problems(text)
+    errors = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "
-    assert found.startswith(f"{place(text)}{field}: {expected}")
+    assert errors.startswith(f"{place(text)}{field}: {expected}")
     for inside in ("model.py", "code/my..model.py"):
         assert problems(f'{PYTHON} {IO} {field}: "{inside}"') == ""
 

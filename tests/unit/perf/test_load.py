@@ -121,10 +121,10 @@ def first(schedule: Iterator[int], count: int) -> list[int]:
 def test_a_schedule_never_goes_back_and_is_the_same_each_time(
     rate: float, kind: str, seed: int
 ) -> None:
-    found = first(KINDS[kind](rate, seed), 50)
-    assert found == sorted(found)
-    assert found[0] >= 0
-    assert found == first(KINDS[kind](rate, seed), 50)
+    intervals = first(KINDS[kind](rate, seed), 50)
+    assert intervals == sorted(intervals)
+    assert intervals[0] >= 0
+    assert intervals == first(KINDS[kind](rate, seed), 50)
 
 
 @given(RATES, st.integers(1, 100_000))
@@ -134,8 +134,8 @@ def test_a_constant_schedule_does_not_drift(rate: float, number: int) -> None:
 
 
 def test_random_arrivals_are_poisson() -> None:
-    found = first(poisson(1000.0, 1), 20_001)
-    gaps = [after - before for before, after in itertools.pairwise(found)]
+    intervals = first(poisson(1000.0, 1), 20_001)
+    gaps = [after - before for before, after in itertools.pairwise(intervals)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1e6, rel=0.03)
     # Of an exponential distribution the standard deviation is the mean.

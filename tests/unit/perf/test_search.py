@@ -160,8 +160,8 @@ CONFIG = in_force(BATCHING)
     ids=search.described,
 )
 def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> None:
-    made = search.configured(CONFIG, candidate, 12.5)
-    assert search.start(made) == candidate
+    configured = search.configured(CONFIG, candidate, 12.5)
+    assert search.start(configured) == candidate
     best = Trial(candidate, 100.0, 9.0)
     written = search.recommendation(CONFIG, [best._replace(per_second=50.0), best], best, 12.5)
     assert "p99 within 12.5 ms: 100.0 requests/s" in written
@@ -180,10 +180,10 @@ def test_models_without_batching_keep_that_setting() -> None:
     space = search.space(config, 30, 4, 3, 64)
     assert (space.instances, space.largest_batch) == ([1, 2, 3], 0)
     assert [way.get("threads") for way in space.ways if "threads" in way] == [1, 2, 4]
-    made = search.configured(config, replace(start, instances=3, threads=2), 30)
-    assert made["parameters"]["intra_op_thread_count"] == {"string_value": "2"}
-    assert made["instance_group"][0]["count"] == 3
-    assert "dynamic_batching" not in made
+    configured = search.configured(config, replace(start, instances=3, threads=2), 30)
+    assert configured["parameters"]["intra_op_thread_count"] == {"string_value": "2"}
+    assert configured["instance_group"][0]["count"] == 3
+    assert "dynamic_batching" not in configured
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,23 @@ MOST_LINES, MOST_CHARACTERS = 150, 140
 
 
 def path(name: str) -> Path:
-    found = ROOT / "shmserve" / name
-    return found if found.exists() else next(ROOT.rglob(f"tests/**/{name}"), found)
+    path = ROOT / "shmserve" / name
+    return path if path.exists() else next(ROOT.rglob(f"tests/**/{name}"), path)
 
 
 @functools.cache
 def names(file: Path) -> set[str]:
     """All that a module defines, with what its classes do."""
-    found: set[str] = set()
+    classes: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         match node:
             case ast.ClassDef(name=name):
-                found |= {name} | {f"{name}.{member}" for member in _members(node)}
+                classes |= {name} | {f"{name}.{member}" for member in _members(node)}
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found.add(name)
+                classes.add(name)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                found.add(name)
-    return found
+                classes.add(name)
+    return classes
 
 
 def _members(node: ast.ClassDef) -> set[str]:

@@ -46,10 +46,10 @@ def _results(*rows: Row) -> Results:
 
 
 def test_a_report_of_perf_analyzer_is_read_by_column() -> None:
-    found = perf.parse(REPORT)
-    assert found[perf.THROUGHPUT] == 7552.42
-    assert found[perf.P50] == 2004
-    assert "Avg latency" not in found
+    columns = perf.parse(REPORT)
+    assert columns[perf.THROUGHPUT] == 7552.42
+    assert columns[perf.P50] == 2004
+    assert "Avg latency" not in columns
 
 
 @pytest.mark.parametrize("text", ["", "Concurrency\n1\n", REPORT + "1,2,3,4,5,6\n", "a,b\n1,2\n"])
@@ -59,9 +59,9 @@ def test_anything_else_is_not_a_report(text: str) -> None:
 
 
 def test_spread_is_the_median_between_the_extremes() -> None:
-    found = spread([3.0, 1.0, 10.0])
-    assert found is not None
-    assert (found.median, found.low, found.high) == (3.0, 1.0, 10.0)
+    result = spread([3.0, 1.0, 10.0])
+    assert result is not None
+    assert (result.median, result.low, result.high) == (3.0, 1.0, 10.0)
     assert spread([]) is None
 
 
@@ -194,10 +194,10 @@ def test_processes_that_came_later_are_left_out() -> None:
 
 
 def test_what_this_process_has() -> None:
-    found = resources.sample(os.getpid())
-    assert max(found.memory_mb.values()) > 1
-    assert max(found.descriptors.values()) > 2
-    assert max(found.threads.values()) >= 1
+    usage = resources.sample(os.getpid())
+    assert max(usage.memory_mb.values()) > 1
+    assert max(usage.descriptors.values()) > 2
+    assert max(usage.threads.values()) >= 1
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         for size in (1, 1_000_000):
             request = post("/", bytes(size))
-            found = latencies(server.server_port, request, in_flight=3, seconds=0.05)
-            assert len(found) >= 3 and min(found) > 0
+            latencies_us = latencies(server.server_port, request, in_flight=3, seconds=0.05)
+            assert len(latencies_us) >= 3 and min(latencies_us) > 0
         with pytest.raises(LoadFailed, match="400"):
             latencies(server.server_port, post("/", b""), in_flight=1, seconds=0.05)
         server.shutdown()

@@ -52,12 +52,12 @@ def known_flags(verb: str) -> set[str]:
 def commands(text: str) -> list[list[str]]:
     """The words of each command of the program in a text of the shell."""
     lines = text.replace("\\\n", " ").splitlines()
-    found = [
+    missing = [
         shlex.split(part, comments=True)
         for line in lines
         for part in re.findall(r"(?:^|[\s(/])(shmserve (?:[^|;)&]|\|(?! ))*)", line)[:1]
     ]
-    return [words[1:] for words in found]
+    return [words[1:] for words in missing]
 
 
 def test_the_readme_is_a_front_page() -> None:

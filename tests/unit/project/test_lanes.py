@@ -91,8 +91,8 @@ def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[
 
 def test_every_file_is_in_one_piece() -> None:
     suite = Suite()
-    found = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
-    assert sorted(found) == sorted(map(str, HERE.rglob("test_*.py")))
+    files = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
+    assert sorted(files) == sorted(map(str, HERE.rglob("test_*.py")))
 
 
 def test_what_passes_on_the_second_try_passes_and_is_listed(

@@ -125,7 +125,7 @@ def texts(roots: Iterable[str] = CODE) -> Iterator[Text]:
 
 def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
     """The number of sentences of a text, and the suspects: (rule, sentence)."""
-    count, found = 0, []
+    count, suspicious = 0, []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
         if len(words) >= 3:
@@ -137,8 +137,8 @@ def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
                 "personified": PERSONIFIED.search(shown),
                 "vague": VAGUE.search(shown),
             }
-            found += [(rule, shown) for rule, hit in hits.items() if hit]
-    return count, found
+            suspicious += [(rule, shown) for rule, hit in hits.items() if hit]
+    return count, suspicious
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
@@ -147,9 +147,9 @@ def test_few_sentences_are_suspect(kind: str) -> None:
     sentences = 0
     for text in pages() if kind == "page" else texts():
         if text.kind == kind:
-            count, found = suspects(text.text)
+            count, hits = suspects(text.text)
             sentences += count
-            counts.update(rule for rule, _ in found)
+            counts.update(rule for rule, _ in hits)
     rates = {rule: 100 * counts[rule] / sentences for rule in BOUNDS[kind]}
     assert not {rule: rate for rule, rate in rates.items() if rate > BOUNDS[kind][rule]}
 
@@ -243,8 +243,8 @@ def test_messages_are_neither_headless_nor_personified() -> None:
             for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
                 if part.startswith(TRITONS):
                     continue
-                found = PERSONIFIED.search(part) or VAGUE.search(part) or HEADLESS.match(part)
-                if found and len(part.split()) > 2:
+                match = PERSONIFIED.search(part) or VAGUE.search(part) or HEADLESS.match(part)
+                if match and len(part.split()) > 2:
                     suspect.append(f"{path.relative_to(ROOT)}:{line} {part}")
     assert not suspect, "\n".join(suspect)
 

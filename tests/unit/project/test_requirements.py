@@ -113,9 +113,9 @@ def test_reserved_parameters_are_refused(key: str) -> None:
 )
 def test_model_names_name_no_other_folder(spelled: str) -> None:
     """R17: however a path is spelled, the repository is not left."""
-    found = ROUTES.find(f"/v2/repository/models/{spelled}/load")
-    if found is not None:
-        name = found[1][1]
+    route = ROUTES.find(f"/v2/repository/models/{spelled}/load")
+    if route is not None:
+        name = route[1][1]
         assert name is not None
         with pytest.raises(InvalidArgument, match="must not contain path traversal characters"):
             check_model_name(name)

@@ -117,8 +117,8 @@ def test_a_cliff_within_the_target() -> None:
     """Sizes up to 8 take 20 ms, larger ones 100 ms. Batches of at most 8 meet the target easily."""
     load = Load(250, requests=7500, length_s=30)
     for seed in (1, 2):
-        made = compare(CURVES["step at 8"], load, seed, target_ms=80)
-        assert made.holds and made.adaptive.p99_ms < 60, str(made)
+        comparison = compare(CURVES["step at 8"], load, seed, target_ms=80)
+        assert comparison.holds and comparison.adaptive.p99_ms < 60, str(comparison)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 6, 7])
@@ -172,13 +172,13 @@ def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
 def test_the_target_is_held_where_a_fixed_setting_holds_it(name: str, part: float) -> None:
     curve = CURVES[name]
     rate = part * curve.most_per_second
-    made = compare(curve, Load(rate, requests=8000, length_s=8000 / rate), 8)
-    assert made.holds, str(made)
+    comparison = compare(curve, Load(rate, requests=8000, length_s=8000 / rate), 8)
+    assert comparison.holds, str(comparison)
 
 
 @pytest.mark.parametrize("name", ["step at 4", "step at 8", "step at 12", "slower"])
 def test_clients_that_wait_for_responses_get_as_many_from_it(name: str) -> None:
     curve = CURVES[name]
     load = Load(0, 16, 1.0, requests=8000, length_s=16000 / curve.most_per_second)
-    made = compare(curve, load, 8)
-    assert made.holds, str(made)
+    comparison = compare(curve, load, 8)
+    assert comparison.holds, str(comparison)

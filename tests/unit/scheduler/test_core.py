@@ -580,9 +580,11 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     keys = [request.key for request in batch.requests]
     rig.client(m.Cancel(first))
     rig.supervisor(ProcessExited(7000, ""))
-    told = rig.to_workers()
-    assert m.ReaderExited(7000) in told
-    assert {request.key for request in told if isinstance(request, m.CancelExecution)} == set(keys)
+    messages = rig.to_workers()
+    assert m.ReaderExited(7000) in messages
+    assert {request.key for request in messages if isinstance(request, m.CancelExecution)} == set(
+        keys
+    )
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok(keys[0]), ok(keys[1], response_in_arena(100, 64)))
     assert rig.answers() == [] and second
@@ -687,8 +689,8 @@ def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
 def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
     rig, peer = ready_rig()
     number, batch = rig.begin()
-    for wrong in (batch.batch + 1, -5, 0):
-        rig.worker(peer, m.BatchFinished(wrong, 0, 0, 0, 0, []))
+    for wrong_value in (batch.batch + 1, -5, 0):
+        rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
     assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
@@ -775,9 +777,9 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
 
 def drained(rig: Rig) -> bool:
     """Return whether `Drained` was sent since the last call; the counts must precede it."""
-    told = rig.to_supervisor()
-    assert {type(message) for message in told[:-1]} <= {InstanceServed, StatisticsSnapshot}
-    return bool(told) and told[-1] == Drained()
+    messages = rig.to_supervisor()
+    assert {type(message) for message in messages[:-1]} <= {InstanceServed, StatisticsSnapshot}
+    return bool(messages) and messages[-1] == Drained()
 
 
 def test_stopping_answers_everyone() -> None:
@@ -789,8 +791,8 @@ def test_stopping_answers_everyone() -> None:
     rig.answers()
     rig.supervisor(Stop())
     assert rig.scheduler.stopped
-    told = {answer.id: type(answer) for answer in rig.answers()}
-    assert told[early] is m.Settled and told[queued] is m.Failed
+    answer_types = {answer.id: type(answer) for answer in rig.answers()}
+    assert answer_types[early] is m.Settled and answer_types[queued] is m.Failed
     assert rig.core._responses.live == 0
 
 

@@ -49,10 +49,10 @@ def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledReq
 
 def test_requests_leave_in_the_order_they_came() -> None:
     queue = backlog()
-    made = [admit(queue) for _ in range(4)]
-    assert list(queue.in_order) == made
-    assert queue.take(3) == made[:3] and len(queue) == 1
-    assert [request.state for request in made] == [State.EXECUTING] * 3 + [State.QUEUED]
+    admitted = [admit(queue) for _ in range(4)]
+    assert list(queue.in_order) == admitted
+    assert queue.take(3) == admitted[:3] and len(queue) == 1
+    assert [request.state for request in admitted] == [State.EXECUTING] * 3 + [State.QUEUED]
 
 
 def test_a_request_may_leave_from_the_middle() -> None:

@@ -38,9 +38,9 @@ LARGE = 100_000
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     """Yield the arena of a gateway or a worker."""
-    made = Arena(8 << 20)
-    yield made
-    made.close()
+    new_arena = Arena(8 << 20)
+    yield new_arena
+    new_arena.close()
 
 
 def cached(
@@ -168,9 +168,9 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     """No reader can change the cached bytes, and the copies are released."""
     rig = cached()
     peer = rig.start()
-    made = placed(arena, b"l" * LARGE)
-    run(rig, peer, work(), body(made))
-    arena.view(made)[:] = b"!" * LARGE  # the worker may reuse the memory of its response
+    placed_body = placed(arena, b"l" * LARGE)
+    run(rig, peer, work(), body(placed_body))
+    arena.view(placed_body)[:] = b"!" * LARGE  # the worker may reuse the memory of its response
     for _ in range(30):  # 3 MB in total, through an arena of 1 MB
         (output,) = inferred_of(hit(rig, work())).outputs
         assert isinstance(output.data, Range)
@@ -224,10 +224,10 @@ def test_a_hit_that_is_refused_gives_its_copy_back(arena: Arena) -> None:
 def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
     rig = cached(arena_byte_size=128 * 1024)
     peer = rig.start()
-    made = body(placed(arena, b"l" * LARGE))
-    run(rig, peer, work(), made)
+    placed_body = body(placed(arena, b"l" * LARGE))
+    run(rig, peer, work(), placed_body)
     hit(rig, work())
-    run(rig, peer, work(), made)
+    run(rig, peer, work(), placed_body)
 
 
 def regions(arena: Arena) -> dict[str, Packed]:

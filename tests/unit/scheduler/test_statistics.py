@@ -206,20 +206,20 @@ def test_a_successor_counts_on() -> None:
     rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [4], []]]]]))
     rig.worker(b"x", m.MetricsReported([]))
     rig.finish(peer, batch)
-    told = rig.report()
-    assert told["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
+    report = rig.report()
+    assert report["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
     (kept,) = [message for _, message in rig.control.take() if type(message) is StatisticsSnapshot]
-    assert total(kept.statistics).items() <= told["shmserve"].items()
+    assert total(kept.statistics).items() <= report["shmserve"].items()
 
     successor = Rig({})
     successor.scheduler.restore([kept.statistics, kept.metrics], [100])
     now = successor.report()
     assert now["last_inference"] > 0
-    del now["last_inference"], told["last_inference"]
-    assert told["inference_count"] > 0
-    for counts in (now, told):  # current values, not counts
+    del now["last_inference"], report["last_inference"]
+    assert report["inference_count"] > 0
+    for counts in (now, report):  # current values, not counts
         del counts["shmserve"]["instances"], counts["shmserve"]["executing"]
-    assert now == told
+    assert now == report
 
 
 def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:

@@ -21,13 +21,13 @@ _WAITS_NS = (100_000, 20_000_000)  # the first uses ppoll(2), the second epoll_w
 @pytest.fixture
 def pipes() -> Iterator[list[tuple[int, int]]]:
     """Yield two pipes whose read ends have high descriptor numbers."""
-    made = []
+    requests = []
     for _ in range(2):
         low, writes = os.pipe()
-        made.append((fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH), writes))
+        requests.append((fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH), writes))
         os.close(low)
-    yield made
-    for ends in made:
+    yield requests
+    for ends in requests:
         for fd in ends:
             os.close(fd)
 

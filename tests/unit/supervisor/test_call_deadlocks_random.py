@@ -59,9 +59,9 @@ class World:
         """Take what the schedulers have sent."""
         for model, rig in enumerate(self.rigs):
             for peer, batch in rig.executes():
-                made = Execution(model, peer, batch)
-                made.plan = list(self.plans[made.number])
-                self.running.append(made)
+                execution = Execution(model, peer, batch)
+                execution.plan = list(self.plans[execution.number])
+                self.running.append(execution)
             for answer in rig.answers():
                 self.open -= 1
                 self.answered((model, answer.id), isinstance(answer, Failed))
@@ -97,11 +97,11 @@ class World:
                 rig.pass_time(20 * MS)
 
     def deliver(self, model: int, report: CallsWaiting) -> None:
-        found = self.waits.report(model, report, self.rigs[0].now)
+        deadlocks = self.waits.report(model, report, self.rigs[0].now)
         self.collect()
-        if found is not None:
+        if deadlocks is not None:
             deadlocked, failures = self.deadlocked(), len(self.failed)
-            self.rigs[model].supervisor(found)
+            self.rigs[model].supervisor(deadlocks)
             self.collect()
             assert len(self.failed) == failures + 1
             assert self.failed[-1] in deadlocked, "the call could have gone on"

@@ -36,8 +36,8 @@ class Graph:
         for _ in range(count):
             for scheduler, message in reports.items():
                 self.now_ns += SECOND // 10
-                found = self.waits.report(scheduler, message, self.now_ns)
-                failed += [(scheduler, found)] if found is not None else []
+                deadlocks = self.waits.report(scheduler, message, self.now_ns)
+                failed += [(scheduler, deadlocks)] if deadlocks is not None else []
         return failed
 
 

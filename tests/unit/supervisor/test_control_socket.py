@@ -33,14 +33,16 @@ async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
 ) -> None:
     """Everything else goes to whoever started the process."""
     received: list[Any] = []
-    asked: list[Any] = []
+    pending_calls: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.serve((IndexRepository, FindModel), lambda pid, message: asked.append((pid, message)))
+    control.serve(
+        (IndexRepository, FindModel), lambda pid, message: pending_calls.append((pid, message))
+    )
     gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
     gateway.send(m.Started())
     gateway.send(IndexRepository(1, False))
     control.receive_all()
-    assert not (received or asked), "nobody has started it"
+    assert not (received or pending_calls), "nobody has started it"
     control.enrol(os.getpid(), "gateway", received.append)
     known = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
@@ -51,7 +53,7 @@ async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
     gateway.close()
     control.close()
     assert received == [m.Started()]
-    assert asked == [(os.getpid(), IndexRepository(1, False))]
+    assert pending_calls == [(os.getpid(), IndexRepository(1, False))]
 
 
 async def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> None:

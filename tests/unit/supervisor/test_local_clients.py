@@ -44,9 +44,9 @@ POLICY = policy(max_regions=8, max_regions_per_uid=4)
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Short, for there is a socket in it."""
-    made = Path(tempfile.mkdtemp(prefix="sd-"))
-    yield made
-    shutil.rmtree(made)
+    folder_path = Path(tempfile.mkdtemp(prefix="sd-"))
+    yield folder_path
+    shutil.rmtree(folder_path)
 
 
 async def test_one_user_does_not_take_all_places(
@@ -106,8 +106,10 @@ async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Pat
 
 
 def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> None:
-    told = RecordedProcesses()
-    memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), told, lambda event: None)
+    processes = RecordedProcesses()
+    memory = LocalMemory(
+        Capabilities(bytes(32)), RegionOpener(POLICY), processes, lambda event: None
+    )
     client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
     with SharedObject(8192) as object_, memfd() as sealed:
         os.posix_fallocate(object_.fd, 0, 8192)

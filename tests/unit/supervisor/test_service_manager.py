@@ -192,10 +192,10 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
-    told = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
+    environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
     done = subprocess.run(
         [sys.executable, "-c", _ASK],
-        env={**os.environ, **told},
+        env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
         preexec_fn=memory_range,
         capture_output=True,
@@ -211,8 +211,8 @@ def test_sockets_are_taken_by_their_names() -> None:
         socket.create_server(("127.0.0.1", 0)) as grpc,
     ):
         ports = [listener.getsockname()[1] for listener in (http, grpc)]
-        found = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
-        assert ask([http, grpc], "http:grpc") == [str(found), "[]"]
+        addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
+        assert ask([http, grpc], "http:grpc") == [str(addresses), "[]"]
         assert ask([http], "http", pid="1") == ["{}", "[]"]
         (wrong, left) = ask([http, grpc], "http:other")
         assert wrong == (

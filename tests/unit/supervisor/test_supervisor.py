@@ -90,13 +90,13 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
             child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
             child.exited.set_result("exit status 0")
             hears._process_exited(child)
-        told = hears.context.broadcast.mock_calls
-        assert told == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
-        told.clear()
-        heard = asyncio.Event()
-        hears.context.broadcast.side_effect = lambda *_: heard.set()
-        await heard.wait()
-        return list(told)
+        broadcasts = hears.context.broadcast.mock_calls
+        assert broadcasts == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
+        broadcasts.clear()
+        outcomes = asyncio.Event()
+        hears.context.broadcast.side_effect = lambda *_: outcomes.set()
+        await outcomes.wait()
+        return list(broadcasts)
 
     assert asyncio.run(live()) == [
         call(ProcessExited(pid, "exit status 0"), *OTHERS) for pid in (7, 8)

@@ -107,5 +107,5 @@ def test_one_model_that_may_import_torch_has_it_imported(
 def test_what_a_kind_of_file_needs_is_imported_after_torch(
     tmp_path: Path, file: str, module: str
 ) -> None:
-    found = _preloads(tmp_path, {file: ""})
-    assert found[0] == "torch" and found[-1] == module
+    preloads = _preloads(tmp_path, {file: ""})
+    assert preloads[0] == "torch" and preloads[-1] == module

@@ -44,14 +44,14 @@ class SentMessages:
 
     def granted(self) -> list[tuple[int, int, int, int]]:
         """The leases since the last time: pid, number, the holder's and the offset."""
-        found = []
+        offsets = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
             memory_range = unpack_range(list(message.payload["place"]))
             assert memory_range.memory == memory_of(memory_range.memory.id)
-            found.append((pid, message.id, memory_range.memory.id, memory_range.offset))
+            offsets.append((pid, message.id, memory_range.memory.id, memory_range.offset))
         self.messages.clear()
-        return found
+        return offsets
 
 
 def ask(number: int, byte_size: int) -> LeaseWorkspace:

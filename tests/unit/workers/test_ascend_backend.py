@@ -41,11 +41,11 @@ def acl(monkeypatch: pytest.MonkeyPatch) -> FakeAcl:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
+    with rig(tmp_path) as model_rig:
         one = {"type": 0, "dims": [4, 3]}
-        path = made.context.version_dir / "model.om"
+        path = model_rig.context.version_dir / "model.om"
         write(path, [{"name": "x", **one}], [{"name": "y", **one}])
-        yield made
+        yield model_rig
 
 
 def config(most: int = 4, dims: tuple[int, ...] = (3,), datatype: str = "FP32") -> dict[str, Any]:

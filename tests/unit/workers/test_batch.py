@@ -45,9 +45,9 @@ F32 = np.float32
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(40 * MIB)
-    yield made
-    made.close()
+    new_region = Region(40 * MIB)
+    yield new_region
+    new_region.close()
 
 
 def echo(requests: list[Request]) -> list[Response]:
@@ -142,10 +142,10 @@ def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
 @given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
 def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
     byte_size = rows * row
-    found = buffer_capacity(byte_size, rows, most)
-    assert byte_size <= found <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
+    capacity = buffer_capacity(byte_size, rows, most)
+    assert byte_size <= capacity <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
     if row * max(rows, most) <= 64 * MIB:
-        assert found == (row * max(rows, most) if rows else 0), "never grown"
+        assert capacity == (row * max(rows, most) if rows else 0), "never grown"
 
 
 def test_a_ragged_input_comes_flat() -> None:
@@ -259,11 +259,11 @@ def test_an_input_that_is_returned_stays_where_it_is(
     A part of an input, or a computed output, is still written.
     """
     data = np.arange(MIB, dtype=F32)
-    made = ["whole", "part", "whole", "computed"]
+    kinds_of_output = ["whole", "part", "whole", "computed"]
 
     def compute(requests: list[Request]) -> list[Response]:
         x = requests[0].inputs["X"].numpy()
-        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[made.pop(0)]
+        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[kinds_of_output.pop(0)]
         return [Response([Output("Y", "FP32", y)])]
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
@@ -305,11 +305,11 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 
     def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
-        wanted = [
+        expected = [
             RequestedOutput(name, None if at is None else Range(memory, 4 * at * size, 4 * size))
             for name, at in memory_ranges.items()
         ]
-        (reply,) = worker.batch(inference(*inputs, outputs=wanted))
+        (reply,) = worker.batch(inference(*inputs, outputs=expected))
         return {
             name: reply.array(name, worker).tolist()
             if at is None
@@ -413,8 +413,10 @@ def test_any_layout_is_written_row_major(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
-    wanted = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
-    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=wanted))
+    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
+    (reply,) = worker.batch(
+        inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
+    )
     assert reply.code == "", reply.message
     want = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
@@ -438,8 +440,8 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), most=4))
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
-    wanted = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
-    (reply,) = worker.batch(inference(tensor("X", data), outputs=wanted))
+    requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
+    (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
     sent = tensor("X", data).data
     assert isinstance(sent, bytes)

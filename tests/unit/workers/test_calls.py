@@ -34,8 +34,8 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def rigged(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
+    with rig(tmp_path) as model_rig:
+        yield model_rig
 
 
 @pytest.fixture

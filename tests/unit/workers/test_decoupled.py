@@ -80,8 +80,8 @@ class Model(Streams):
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as made:
-        model = Model(made)
+    with rig(tmp_path) as model_rig:
+        model = Model(model_rig)
         yield model
         model.backend.unload()
 
@@ -620,8 +620,8 @@ def test_a_client_that_never_reads_is_given_up(
     )
     model.begin(0)
     assert model.replies == []
-    *_, told, end = model.responses(1)
-    assert (told, end) == (
+    *_, response, end = model.responses(1)
+    assert (response, end) == (
         "the client has read no response for 0.2 s; no more responses are sent",
         "end",
     )

@@ -158,14 +158,14 @@ def model(tmp_path: Path) -> Iterator[Sender]:
         def execute_decoupled(self, streams: list[ResponseStream]) -> None:
             sender.streams = streams
 
-    with rig(tmp_path) as made:
+    with rig(tmp_path) as model_rig:
         config = model_config(
             [tensor_config("X", "FP32", [-1])],
             [tensor_config("Y", "FP32", [-1])],
             model_transaction_policy={"decoupled": True},
         )
-        made.serve(Kept(made.context, None), config)
-        sender = Sender(made)
+        model_rig.serve(Kept(model_rig.context, None), config)
+        sender = Sender(model_rig)
         yield sender
 
 

@@ -53,7 +53,7 @@ RESPONSES = st.lists(
 def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -> None:
     made: list[Response] = []
     worker.serve(FunctionBackend(worker.context, lambda requests: [made[-1]]), CONFIG)
-    for count, (outputs, wanted, parameters) in enumerate(responses * 3):
+    for count, (outputs, expected, parameters) in enumerate(responses * 3):
         arrays = {
             name: (np.arange(np.prod(shape)) + count).astype(kind).reshape(shape)
             for name, kind, shape in outputs
@@ -65,9 +65,11 @@ def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -
                 {"n": 1} if parameters else {},
             )
         )
-        asked = [RequestedOutput(name) for name in wanted]
+        asked = [RequestedOutput(name) for name in expected]
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=asked))
-        visible = {name: array for name, array in arrays.items() if name in (wanted or ("A", "B"))}
+        visible = {
+            name: array for name, array in arrays.items() if name in (expected or ("A", "B"))
+        }
         wrong = ("A" in visible and visible["A"].dtype == np.float64) or (
             "B" in visible and visible["B"].ndim != 2
         )
@@ -98,8 +100,12 @@ def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) 
         if way == "owned":
             given.inputs["X"].detach()
         array = given.inputs["X"].numpy()
-        made = {"shorter": array[:2] * 2, "swapped": (array * 2).astype(">f4"), "new": array * 2}
-        return [Response([Output("A", "FP32", made.get(way, array))])]
+        variants = {
+            "shorter": array[:2] * 2,
+            "swapped": (array * 2).astype(">f4"),
+            "new": array * 2,
+        }
+        return [Response([Output("A", "FP32", variants.get(way, array))])]
 
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     ways = ["new", "returned", "owned", "shorter", "swapped"]

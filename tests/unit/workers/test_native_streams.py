@@ -41,8 +41,8 @@ LOADED: list[NativeBackend] = []
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
+    with rig(tmp_path) as model_rig:
+        yield model_rig
         while LOADED:
             LOADED.pop().unload()
 

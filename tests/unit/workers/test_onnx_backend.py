@@ -297,8 +297,8 @@ def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:
     binding = DeviceBinding(session, describe(session), Device("cpu"))
     a = torch.arange(8.0).view(2, 4)
     for _ in range(2):
-        made = binding.run({"a": a, "b": a}, ["s"], [])
-        assert torch.equal(made["s"], a + a)
+        outputs = binding.run({"a": a, "b": a}, ["s"], [])
+        assert torch.equal(outputs["s"], a + a)
 
 
 def test_a_gpu_needs_the_other_package(worker: Rig) -> None:

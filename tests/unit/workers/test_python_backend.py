@@ -52,10 +52,10 @@ class TritonPythonModel:
 
 
 def config(**more: Any) -> dict[str, Any]:
-    made = model_config(
+    configuration = model_config(
         [tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])], **more
     )
-    return {**made, "backend": "python"}
+    return {**configuration, "backend": "python"}
 
 
 class Model:
@@ -95,8 +95,8 @@ def x(values: Any, memory_range: Range | None = None) -> TensorRef:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as made:
-        model = Model(made)
+    with rig(tmp_path) as model_rig:
+        model = Model(model_rig)
         yield model
         model.backend.unload()
     torch.set_warn_always(False)
@@ -104,9 +104,9 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(4 * BIG)
-    yield made
-    made.close()
+    new_region = Region(4 * BIG)
+    yield new_region
+    new_region.close()
 
 
 @pytest.fixture
@@ -136,11 +136,11 @@ def test_what_a_model_is_started_with(model: Model) -> None:
     )
     (reply,) = model.rig.batch(inference(x(0)))
     assert reply.answer is not None
-    told = json.loads(reply.answer.parameters["told"])
+    seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
-    given = json.loads(told["args"].pop("model_config"))
+    given = json.loads(seen_request["args"].pop("model_config"))
     assert given == config()
-    assert told == {
+    assert seen_request == {
         "args": {
             "model_instance_kind": "CPU",
             "model_instance_name": "m_0_0",
@@ -615,8 +615,10 @@ def test_what_was_sent_before_an_error_counts(model: Model) -> None:
 )
 def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
     model.serve(f"def execute(self, requests): requests[0].get_response_sender().{sends}")
-    (told,) = model.ask(0)
-    assert isinstance(told, str) and told.endswith(text) and "TritonModelException" in told
+    (response,) = model.ask(0)
+    assert (
+        isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
+    )
 
 
 def test_one_response_a_request(model: Model) -> None:
@@ -712,8 +714,8 @@ def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, 
         """
     )
     for number in range(24):
-        (told,) = model.run(big(region, number))
-        assert told == (list(range(late, number + 1)) or [-1])
+        (response,) = model.run(big(region, number))
+        assert response == (list(range(late, number + 1)) or [-1])
 
 
 WRITES: dict[str, str] = {

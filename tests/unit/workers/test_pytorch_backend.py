@@ -45,8 +45,8 @@ class Affine(torch.nn.Module):
 def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = torch.jit.trace(module, example) if example else torch.jit.script(module)
-        torch.jit.save(made, worker.context.version_dir / "model.pt")
+        script = torch.jit.trace(module, example) if example else torch.jit.script(module)
+        torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
 def save_exported(module: torch.nn.Module, worker: Rig, *example: Any, dynamic: Any = None) -> None:
@@ -531,8 +531,8 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
         inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
         inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
     )
-    found = [[decoded(reply, name) for name in outputs] for reply in replies]
-    assert found == [
+    outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
+    assert outputs_by_reply == [
         [[["1x", "2y"]], [["2", "2"]]],
         [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
     ]
@@ -676,13 +676,13 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    memory_range, wanted = (
+    memory_range, expected = (
         region.write(64, data),
         RequestedOutput("y", region.memory_range(256, 16)),
     )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[wanted]))
+        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[expected]))
         assert reply.code == "", reply.message
         program: Any = backend._serving.call
         addresses.append(program.at)

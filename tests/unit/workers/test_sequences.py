@@ -50,14 +50,14 @@ def control(kind: str, **says: Any) -> dict[str, Any]:
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
     """Return the control inputs that a model receives for a row."""
-    made = sequence_inputs.control_inputs(
+    controls = sequence_inputs.control_inputs(
         sequence_inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
         row,
         batched,
     )
-    shapes = {item.shape for item in made.values()}
+    shapes = {item.shape for item in controls.values()}
     assert shapes <= {(1, 1) if batched else (1,)}
-    return {name: item.numpy().reshape(-1)[0] for name, item in made.items()}
+    return {name: item.numpy().reshape(-1)[0] for name, item in controls.items()}
 
 
 PAIRS: dict[str, tuple[list[Any], Any]] = {
@@ -314,8 +314,8 @@ class Sequences:
 
 @pytest.fixture
 def sequences(tmp_path: Path) -> Iterator[Sequences]:
-    with rig(tmp_path) as made:
-        yield Sequences(made)
+    with rig(tmp_path) as model_rig:
+        yield Sequences(model_rig)
 
 
 @pytest.mark.parametrize("fails", [False, True])

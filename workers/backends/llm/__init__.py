@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, Unsupported
-from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, Request, Response, ResponseStream
@@ -85,7 +85,7 @@ class LlmBackend(Backend):
         completed["input"] = config.get("input") or INPUTS
         completed["output"] = config.get("output") or OUTPUTS
         text = self._settings(ModelSpec.of(config)).text
-        parameters = {**config.get("parameters", {}), PARAMETER: {"string_value": text}}
+        parameters = {**config.get("parameters", {}), ENGINE_PARAMETER: {"string_value": text}}
         return {**completed, "parameters": parameters}
 
     def load(self, config: ModelSpec) -> None:
@@ -167,7 +167,7 @@ class LlmBackend(Backend):
 
     def _settings(self, config: ModelSpec) -> EngineSettings:
         """Return the settings of the configuration or of engine.yaml, completed from the model."""
-        parameter = config.parameters.get(PARAMETER)
+        parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
         calls, reasoning = parsers_of(self._checkpoint().templates.values())

@@ -86,6 +86,6 @@ class TritonPythonModel:
                 gate.connect(os.environ["GATE"])
             except OSError:
                 return
-            told = {"batch": [], "rows": [], "pid": os.getpid()}
-            gate.sendall(json.dumps(told).encode() + b"\n")
+            report = {"batch": [], "rows": [], "pid": os.getpid()}
+            gate.sendall(json.dumps(report).encode() + b"\n")
             gate.recv(1)

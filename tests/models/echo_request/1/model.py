@@ -19,7 +19,7 @@ class TritonPythonModel:
     def execute(self, requests):
         responses = []
         for request in requests:
-            told = {
+            report = {
                 "args": self.args,
                 "id": request.request_id(),
                 "correlation_id": request.correlation_id(),
@@ -29,7 +29,9 @@ class TritonPythonModel:
                 "outputs": sorted(request.requested_output_names()),
                 "cancelled": request.is_cancelled(),
             }
-            tensor = pb_utils.Tensor("OUTPUT0", np.array([json.dumps(told).encode()], dtype=object))
+            tensor = pb_utils.Tensor(
+                "OUTPUT0", np.array([json.dumps(report).encode()], dtype=object)
+            )
             pb_utils.Logger.log_info("described a request")
             responses.append(pb_utils.InferenceResponse([tensor], parameters={"answered": True}))
         return responses

@@ -69,19 +69,19 @@ class TritonPythonModel:
 
     def intrude(self, run_dir, pids):
         """Every socket, in the name of every process, this one included."""
-        found = {}
+        findings = {}
         for path in sorted(Path(run_dir).rglob("*")):
             if not stat.S_ISSOCK(path.stat().st_mode):
                 continue
             if path.name == "door":
-                found["door"] = self.at_the_door(path)
+                findings["door"] = self.at_the_door(path)
                 continue
             for pid in (os.getpid(), *pids):
                 names = (f"gateway.0.{pid}", f"0.{pid}", f"{pid}.1.ab", f"scheduler.1.{pid}")
                 patience_s = 0.0 if pid == os.getpid() else PATIENCE_S
-                told = [self.let_in(path, name, commands(pid), patience_s) for name in names]
-                found[f"{path.relative_to(run_dir)} {pid}"] = told
-        return found
+                attempts = [self.let_in(path, name, commands(pid), patience_s) for name in names]
+                findings[f"{path.relative_to(run_dir)} {pid}"] = attempts
+        return findings
 
     def let_in(self, path, name, said, patience_s):
         """Whether the other end keeps the link after all that was said."""

@@ -21,11 +21,13 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """Tell what came, wait, return the sums."""
-        seen = [self.seen(request) for request in requests]
-        told = {name: [row[name] for row in seen] for name in (*CONTROLS, "INPUT0", "shape", "id")}
-        told |= {"batch": told["INPUT0"], "rows": [1] * len(seen)}
-        self.wait(told | {"pid": os.getpid(), "instance": int(self.name.rpartition("_")[2])})
-        return [self.response(row) for row in seen]
+        rows = [self.seen(request) for request in requests]
+        report = {
+            name: [row[name] for row in rows] for name in (*CONTROLS, "INPUT0", "shape", "id")
+        }
+        report |= {"batch": report["INPUT0"], "rows": [1] * len(rows)}
+        self.wait(report | {"pid": os.getpid(), "instance": int(self.name.rpartition("_")[2])})
+        return [self.response(row) for row in rows]
 
     @staticmethod
     def seen(request):

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
-from shmserve.gateway.grpc.calls.messages import LARGE
+from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
 from tests.support.wire.http2 import (
     ACK,
@@ -64,10 +64,10 @@ class TensorSink:
             self.copied += len(piece)
         self.remaining = self.remaining[len(piece) :]
 
-    def whole(self) -> bytes:
+    def finish(self) -> bytes:
         return bytes(self.data)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         raise AssertionError
 
 
@@ -82,7 +82,7 @@ def test_a_large_message_is_received_in_place() -> None:
         scene.send(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
         ((raw, call),) = scene.calls
-        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE
+        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE_MESSAGE_BYTES
         assert not scene.transport.frames()
         call.finish(b"")
         scene.send(frame(DATA, END_STREAM, 1))
@@ -92,8 +92,8 @@ def test_a_large_message_is_received_in_place() -> None:
 
 def test_a_call_that_is_reset_at_once_never_begins() -> None:
     async def play(scene: Scene) -> None:
-        asked = frame(DATA, END_STREAM, 1, message(b"abc"))
-        scene.send(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
+        request_frames = frame(DATA, END_STREAM, 1, message(b"abc"))
+        scene.send(scene.head(1) + request_frames + frame(RESET, 0, 1, bytes(4)))
         assert not scene.begun
 
     played(play)
@@ -137,8 +137,8 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
         scene.call(5)
         for _ in range(6):
             await scene.clock.advance(PATIENCE_S / 4)
-        found = scene.statuses()
-        assert {stream: status[:2] for stream, status in found.items()} == {1: b"14", 3: b"14"}
+        statuses = scene.statuses()
+        assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
         assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
 
     played(play)
@@ -183,9 +183,9 @@ def test_a_flood_waits_for_its_next_turn() -> None:
 
 def test_many_calls_at_once_are_begun_in_turns() -> None:
     async def play(scene: Scene) -> None:
-        asked = frame(DATA, END_STREAM, 0, message(b"abc"))
+        request_frames = frame(DATA, END_STREAM, 0, message(b"abc"))
         calls = b"".join(
-            scene.head(number) + asked[:5] + number.to_bytes(4, "big") + asked[9:]
+            scene.head(number) + request_frames[:5] + number.to_bytes(4, "big") + request_frames[9:]
             for number in range(1, 401, 2)
         )
         scene.send(calls)
@@ -348,8 +348,8 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
         await scene.clock.advance(0)
         for _ in range(10):
             await scene.clock.advance(PATIENCE_S / 4)
-        found = scene.transport.frames()
-        assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in found]
+        frames = scene.transport.frames()
+        assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
         assert scene.connection.open and not scene.calls[0][1].done
 
     played(play)
@@ -363,7 +363,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
 
         async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
-            async for request in call.requests():
+            async for request in call.read_messages():
                 seen.append(request)  # noqa: PERF401
             return None
 
@@ -393,7 +393,7 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     async def play(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
-        scene.begun[0].data(memoryview(buffer), True)
+        scene.begun[0].receive_data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
         ended = asyncio.Event()
         scene.begun[0].on_ended = ended.set
@@ -409,7 +409,7 @@ def test_reading_messages_enlarges_the_window() -> None:
 
     async def play(scene: Scene) -> None:
         async def take(call: StreamingCall) -> Ending | None:
-            async for _ in call.requests():
+            async for _ in call.read_messages():
                 pass
             return None
 
@@ -418,15 +418,17 @@ def test_reading_messages_enlarges_the_window() -> None:
         scene.send(scene.head(1, STREAM))
         sent = granted = updates = 0
         for _ in range(300):
-            asked = message(bytes(10_000))
-            scene.send(frame(DATA, 0, 1, asked))
-            sent += len(asked)
+            request_frames = message(bytes(10_000))
+            scene.send(frame(DATA, 0, 1, request_frames))
+            sent += len(request_frames)
             for _ in range(3):
                 await asyncio.sleep(0)
-            found = [payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW]
-            updates += len(found)
-            granted += sum(int.from_bytes(more, "big") for more in found)
-            assert sent - window // 4 - len(asked) <= granted <= sent
+            window_updates = [
+                payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW
+            ]
+            updates += len(window_updates)
+            granted += sum(int.from_bytes(more, "big") for more in window_updates)
+            assert sent - window // 4 - len(request_frames) <= granted <= sent
         assert 0 < updates <= 4 * sent // window
 
     played(play)
@@ -439,7 +441,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
         ended: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
-            async for request in call.requests():
+            async for request in call.read_messages():
                 await call.write_all([request])
             ended.append(1)
             return None

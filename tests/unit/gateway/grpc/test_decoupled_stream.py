@@ -29,9 +29,9 @@ EMPTY_FINAL = "triton_enable_empty_final_response"
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), grpc=True) as made:
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), grpc=True) as model_rig:
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ class Stream:
 
 @pytest.fixture
 def stream(gateway: Rig, repeat: Scheduler) -> Iterator[Stream]:
-    made = Stream(gateway)
-    yield made
-    made.close()
+    new_stream = Stream(gateway)
+    yield new_stream
+    new_stream.close()
 
 
 def asked(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:

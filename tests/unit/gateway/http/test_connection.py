@@ -202,14 +202,14 @@ async def answers(
         for _ in range(turns):
             await asyncio.sleep(0)
     end = loop.time() + 10
-    found: list[Any] = []
-    while len(found) < count and loop.time() < end:
+    requests: list[Any] = []
+    while len(requests) < count and loop.time() < end:
         await asyncio.sleep(0)
-        found = replies(transport.written)
+        requests = replies(transport.written)
     connection.connection_lost(None)
     await asyncio.sleep(0)
     assert app_of(connection).active == 0
-    return found
+    return requests
 
 
 def app_of(connection: HttpConnection) -> Any:
@@ -217,14 +217,14 @@ def app_of(connection: HttpConnection) -> Any:
 
 
 def replies(written: bytes) -> list[Any]:
-    found: list[Any] = []
+    responses: list[Any] = []
     while written:
         head, _, rest = written.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: "), head
         size = int(head.split(b"\r\n")[1].partition(b": ")[2])
-        found.append(json.loads(rest[:size]))
+        responses.append(json.loads(rest[:size]))
         written = rest[size:]
-    return found
+    return responses
 
 
 @settings(max_examples=600)
@@ -261,11 +261,11 @@ def test_every_request_receives_its_own_response(
     for mark in sorted(marks):
         pieces.append((stream[start:mark], marks[mark]))
         start = mark
-    wanted = [
+    expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in asked
     ]
-    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == wanted
+    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == expected
 
 
 _OFFERS = (
@@ -300,21 +300,21 @@ def test_upgrade_offers_lose_no_request(
         return transport.written
 
     before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
-    found = replies(before + behind)
-    wanted = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
-    assert found == wanted[: len(found)]
-    assert closes or len(found) == len(wanted)
+    answers = replies(before + behind)
+    expected = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
+    assert answers == expected[: len(answers)]
+    assert closes or len(answers) == len(expected)
 
 
 def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        found, request.match = request.match is not None, (first, ())
-        return json_response(found)
+        has_match, request.match = request.match is not None, (first, ())
+        return json_response(has_match)
 
     async def run() -> list[Any]:
-        found: list[Any] = []
+        requests: list[Any] = []
         for _ in range(2):
             connection, transport = connected(first)
             await settle()
@@ -322,10 +322,10 @@ def test_only_an_identical_head_is_reused() -> None:
                 lines = (f"Authorization: Bearer {token}",)
                 connection.data_received(packed("POST", "/a", lines, b"{}", "length"))
                 await settle()
-            found.append(replies(transport.written))
+            requests.append(replies(transport.written))
             connection.connection_lost(None)
             await settle()
-        return found
+        return requests
 
     # The head that comes again is cached, and what is found of it when it comes once more.
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
@@ -335,8 +335,8 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        found, request.match = request.match is not None, (first, ())
-        return json_response(found)
+        has_match, request.match = request.match is not None, (first, ())
+        return json_response(has_match)
 
     connection, transport = connected(first)
     await settle()
@@ -542,13 +542,13 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
         connection.data_received(known)
         await settle()
     connection.data_received(known[: len(known) - 2 + sent])
-    found = []
+    requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
-        found.append(replies(transport.written)[2:])
+        requests.append(replies(transport.written)[2:])
     connection.connection_lost(None)
     await settle()
-    assert found == [[], ["late"]]
+    assert requests == [[], ["late"]]
 
 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])

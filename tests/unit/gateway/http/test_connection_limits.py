@@ -59,24 +59,24 @@ def _is_answered(sock: socket.socket) -> bool:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that every user may enter."""
-    made = Path(tempfile.mkdtemp(prefix="sc-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
+    folder_path = Path(tempfile.mkdtemp(prefix="sc-"))
+    folder_path.chmod(0o711)
+    yield folder_path
+    shutil.rmtree(folder_path)
 
 
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as made:
-        yield made
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
     """Clients with one address, at a listener that is not this host's alone."""
     to, own = ("127.0.0.1", gateway.port), (address, 0)
-    made = PeerConnections(lambda: socket.create_connection(to, 20, source_address=own))
-    stack.callback(made.close)
-    return made
+    peer_connections = PeerConnections(lambda: socket.create_connection(to, 20, source_address=own))
+    stack.callback(peer_connections.close)
+    return peer_connections
 
 
 def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:

@@ -38,16 +38,16 @@ def run_dir() -> Iterator[Path]:
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How often the schedulers were asked; a model more answers each time, and looks follow one
     another at once."""
-    asked: list[float] = []
+    pending_calls: list[float] = []
 
     async def collect(*_: Any) -> list[dict[str, Any]]:
-        asked.append(0)
-        reports = {"a": report(len(asked)), "still": report()}
+        pending_calls.append(0)
+        reports = {"a": report(len(pending_calls)), "still": report()}
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
-    monkeypatch.setattr(management, "collect", collect)
+    monkeypatch.setattr(management, "collect_reports", collect)
     monkeypatch.setattr(live, "_EVERY_S", 0.01)
-    return asked
+    return pending_calls
 
 
 def model(name: str) -> SimpleNamespace:

@@ -38,10 +38,12 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
     keys = set()
     for start in (False, True):
         for end in (False, True):
-            given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-            text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
+            parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+            text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
             key, found = cut_identity(text)
-            assert found is not None and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+            assert found is not None and found.is_identity_of(
+                parse_request(loads(text), 1, "m", LIMIT)
+            )
             assert found == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
@@ -63,7 +65,7 @@ def test_the_id_is_cut_out(request_id: str) -> None:
             assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
             assert found == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
-            assert found.is_of(parse_request(loads(first), 1, "m", LIMIT))
+            assert found.is_identity_of(parse_request(loads(first), 1, "m", LIMIT))
     last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
     assert cut_identity(last) == (last, None)
 
@@ -72,7 +74,7 @@ def test_id_and_position_are_cut_out_together() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(memory_range)[1:]
     key, found = cut_identity(text)
-    assert found == RequestIdentity("7", 5, 1) and found.is_of(
+    assert found == RequestIdentity("7", 5, 1) and found.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
     assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
@@ -104,7 +106,7 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     elsewhere = b'"binary_data_size":1,' + memory_range.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
     _, found = cut_identity(text)
-    assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+    assert found is not None and not found.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
 class Built(bytes):

@@ -42,31 +42,31 @@ SECONDS = 0.4
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
-        made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(byte_by_byte))
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("text", "BYTES", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
-    with rig(tmp_path_factory.mktemp("hasty"), **limits) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One that takes its time, but not many connections."""
-    with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
+        yield model_rig
 
 
 def byte_by_byte(request: Inference) -> Inferred:
@@ -79,14 +79,14 @@ def is_responsive(gateway: Rig, hasty: Rig) -> Iterator[None]:
     gateway.http.infer("simple", simple_body()).ok()
     body = simple_body()
     ask(hasty, head(len(body)) + body).ok()
-    for made in (gateway, hasty):
-        assert "Traceback" not in made.log
+    for rig_of_gateway in (gateway, hasty):
+        assert "Traceback" not in rig_of_gateway.log
 
 
 @pytest.fixture
 def connection(gateway: Rig) -> Iterator[socket.socket]:
-    with raw_connection(gateway.port) as made:
-        yield made
+    with raw_connection(gateway.port) as connection:
+        yield connection
 
 
 def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
@@ -378,10 +378,10 @@ def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatie
     """--http-body-timeout-secs, whatever the time for heads; both of a few seconds or minutes."""
     body = simple_body()
     limits: dict[str, Any] = {impatient: SECONDS}
-    with rig(tmp_path, **limits) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
-        with raw_connection(made.port) as connection:
+    with rig(tmp_path, **limits) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
+        with raw_connection(model_rig.port) as connection:
             if known:
                 connection.sendall(head(len(body)) + body)
                 read_reply(connection).ok()
@@ -518,7 +518,7 @@ def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
 def test_failures_leak_no_memory(gateway: Rig) -> None:
     """R13, R14: what was read, or inflated, of a body that is refused is given back."""
     cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
-    wrong: list[tuple[bytes, dict[str, str]]] = [
+    wrong_cases: list[tuple[bytes, dict[str, str]]] = [
         (cut, {"Content-Encoding": "gzip"}),
         (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
         (b"x" * 200_000, {"Content-Encoding": "gzip"}),
@@ -529,12 +529,12 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
 
     def fail(times: int) -> None:
         for _ in range(times):
-            for body, headers in wrong:
+            for body, headers in wrong_cases:
                 assert gateway.http.infer("simple", body, headers).status in (400, 500)
 
     fail(20)
     before = memory_of(gateway.process.pid)
-    fail(1000 // len(wrong))
+    fail(1000 // len(wrong_cases))
     assert memory_of(gateway.process.pid) - before < 10 * MIB
 
 
@@ -734,21 +734,21 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         "arena_byte_size": MIB,
         "body_timeout_s": 300.0,
     }
-    with rig(tmp_path, **limits) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
+    with rig(tmp_path, **limits) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
         infer = "/v2/models/simple/infer"
 
         def ask() -> Reply:
-            return made.http.post(infer, b" " * (700 << 10))
+            return model_rig.http.post(infer, b" " * (700 << 10))
 
-        with raw_connection(made.port) as connection:
+        with raw_connection(model_rig.port) as connection:
             connection.sendall(head(MIB, *lines) + begun)
             until("the memory is full", lambda: ask().status == 503)
             assert ask().error == "server memory for request bodies (1048576 bytes) is full"
-            made.http.infer("simple", numbered(1)).ok()
+            model_rig.http.infer("simple", numbered(1)).ok()
         until("it is free again", lambda: ask().status == 500)
-        assert made.http.post(infer, b" " * (2 * MIB)).status == 400
+        assert model_rig.http.post(infer, b" " * (2 * MIB)).status == 400
 
 
 def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> None:
@@ -758,14 +758,14 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
     limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
-    with rig(tmp_path, body_timeout_s=300.0, **limits) as made:
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
-        made.open()
+    with rig(tmp_path, body_timeout_s=300.0, **limits) as model_rig:
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.open()
 
         def ask() -> int:
-            return made.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
+            return model_rig.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
 
-        with raw_connection(made.port) as connection:
+        with raw_connection(model_rig.port) as connection:
             connection.sendall(start + whole[:-1])
             until("the memory is full", lambda: ask() == 503)
             connection.sendall(whole[-1:])
@@ -796,19 +796,19 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
         headers["Content-Encoding"] = "gzip"
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
-    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
-        made.open()
+    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as model_rig:
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.open()
         with contextlib.ExitStack() as stack:
-            slow = [stack.enter_context(raw_connection(made.port)) for _ in range(3)]
+            slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
             for connection in slow:
                 connection.sendall(start + begun)
                 began = time.monotonic()
 
             def ask() -> int:
                 if kind == "binary":
-                    return made.http.infer_binary("id", [tensor]).status
-                return made.http.post("/v2/models/id/infer", b" " * size).status
+                    return model_rig.http.infer_binary("id", [tensor]).status
+                return model_rig.http.post("/v2/models/id/infer", b" " * size).status
 
             done = 200 if kind == "binary" else 500
             seen: set[int] = set()

@@ -60,10 +60,10 @@ ARENA = 32 * MIB
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path, arena_byte_size=ARENA) as made:
-        made.open()
-        until("it listens", lambda: connects(made.port))
-        yield made
+    with rig(tmp_path, arena_byte_size=ARENA) as model_rig:
+        model_rig.open()
+        until("it listens", lambda: connects(model_rig.port))
+        yield model_rig
 
 
 @pytest.fixture
@@ -521,9 +521,9 @@ def test_an_invalid_request_is_refused_before_its_upload(gateway: Rig, large: Sc
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(64 * MIB)
-    yield made
-    made.close()
+    arena = Arena(64 * MIB)
+    yield arena
+    arena.close()
 
 
 def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Range]:
@@ -609,11 +609,11 @@ def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
     fds = Path(f"/proc/{gateway.process.pid}/fd")
 
     def arenas() -> int:
-        found = 0
+        events = 0
         for fd in fds.iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-                found += "memfd:shmserve-arena" in os.readlink(fd)
-        return found
+                events += "memfd:shmserve-arena" in os.readlink(fd)
+        return events
 
     before = arenas()
     answer, _ = answer_from(arena, bytes(20_000))

@@ -29,7 +29,7 @@ from shmserve.gateway.compression import (
     compress_pieces,
     preferred_encoding,
 )
-from shmserve.gateway.grpc.wire.request import infer_request
+from shmserve.gateway.grpc.wire.request import decode_request
 from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
@@ -51,8 +51,8 @@ LIMIT = 1 << 20
 
 
 def one_input(**members: Any) -> dict[str, Any]:
-    given = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
-    return {"inputs": [{key: value for key, value in given.items() if value is not None}]}
+    tensor = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
+    return {"inputs": [{key: value for key, value in tensor.items() if value is not None}]}
 
 
 # --- parsing ---------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def test_an_error_keeps_no_reference_to_the_text(text: bytes) -> None:
         try:
             loads(text)
         except JsonFault as error:
-            told = weakref.ref(error)
-        assert told() is None
+            reference = weakref.ref(error)
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -111,7 +111,7 @@ def test_the_number_of_tensors_is_limited(noun: str) -> None:
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
     with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
-        infer_request(message)
+        decode_request(message)
 
 
 @pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
@@ -338,9 +338,9 @@ def test_classification() -> None:
 
     assert classes(2) == {"Y": 2}
     assert classes(0) == classes(2**32) == {}
-    for wrong in (-1, "2", 2.5, True, None, [1], 2**64):
+    for wrong_value in (-1, "2", 2.5, True, None, [1], 2**64):
         with pytest.raises(JsonFault) as caught:
-            classes(wrong)
+            classes(wrong_value)
         assert caught.value.message == (
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"

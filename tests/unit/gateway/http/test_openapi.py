@@ -21,9 +21,9 @@ OPERATIONS = [
 
 def served(path: str, method: str) -> Route:
     sample = path.replace("{version}", "12").replace("{model}", "m")
-    found = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
-    assert found is not None, path
-    return found[0]
+    route = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
+    assert route is not None, path
+    return route[0]
 
 
 def test_the_document_has_exactly_the_routes() -> None:

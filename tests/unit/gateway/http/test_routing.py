@@ -147,11 +147,11 @@ def test_an_unknown_path_has_the_form_of_its_api() -> None:
 )
 def test_a_response_has_the_id_of_its_request(given: str, kept: bool) -> None:
     seen = [headers_of(handled(Request("POST", "/v1/chat/bad", X_Request_Id=given)))] * 2
-    found = seen[0]["x-request-id"]
-    assert (found == given) is kept
-    assert kept or re.fullmatch("req_[0-9a-f]{32}", found)
+    request_id = seen[0]["x-request-id"]
+    assert (request_id == given) is kept
+    assert kept or re.fullmatch("req_[0-9a-f]{32}", request_id)
     other = headers_of(handled(Request("POST", "/v1/chat/bad")))["x-request-id"]
-    assert other != found
+    assert other != request_id
 
 
 PAGE = "https://app.example.com"
@@ -169,22 +169,22 @@ def test_pages_of_allowed_origins_may_use_the_server(
     asks["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
     preflight = Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), **asks)
     response = handled(preflight, cors=cors)
-    found = headers_of(response)
+    headers = headers_of(response)
     if cors is None:
-        assert response.status == 401 and "access-control-allow-origin" not in found
+        assert response.status == 401 and "access-control-allow-origin" not in headers
     else:
         assert response.status == (200 if allowed else 403) and preflight.asked == []
     if allowed:
-        assert found["access-control-allow-headers"] == "authorization,x-stainless-os"
-        assert found["access-control-allow-methods"] == "GET, POST"
-        assert found["access-control-allow-origin"] == allowed
-    assert (found.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
+        assert headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+        assert headers["access-control-allow-methods"] == "GET, POST"
+        assert headers["access-control-allow-origin"] == allowed
+    assert (headers.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
     post = Request("POST", "/v1/chat/bad", Origin=PAGE, Sec_Fetch_Site="cross-site")
     response = handled(post, cors=cors)
-    found = headers_of(response)
+    headers = headers_of(response)
     assert response.status == (400 if allowed else 403)
-    assert found.get("access-control-allow-origin", "") == allowed
-    assert ("x-request-id" in found.get("access-control-expose-headers", "")) is bool(allowed)
+    assert headers.get("access-control-allow-origin", "") == allowed
+    assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(allowed)
     assert (post.repeat is None) is bool(allowed)
 
 
@@ -219,7 +219,7 @@ def test_the_metrics_listener_has_a_table_of_its_own(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:
-        async def page(self) -> bytes:
+        async def render_page(self) -> bytes:
             return b"nv_inference_count 1"
 
     request = Request(method, target)

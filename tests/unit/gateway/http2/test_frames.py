@@ -18,9 +18,9 @@ from tests.support.wire.http2_engine import Engine, frames_of
 
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**31 - 1), st.binary(max_size=300))
 def test_a_frame(kind: int, flags: int, stream: int, payload: bytes) -> None:
-    made = frames.frame(kind, flags, stream, payload)
-    assert made == wire.frame(kind, flags, stream, payload)
-    assert frames_of(made) == [(kind, flags, stream, payload)]
+    frame_bytes = frames.frame(kind, flags, stream, payload)
+    assert frame_bytes == wire.frame(kind, flags, stream, payload)
+    assert frames_of(frame_bytes) == [(kind, flags, stream, payload)]
 
 
 @given(st.integers(0, 2**24 - 1))
@@ -40,9 +40,9 @@ def test_settings(values: list[tuple[int, int]]) -> None:
 
 def test_a_32_bit_integer() -> None:
     assert frames.parse_long(b"\xff\0\0\1", "it") == 0xFF000001
-    for wrong in (b"", b"123", b"12345"):
+    for wrong_value in (b"", b"123", b"12345"):
         with pytest.raises(ConnectionFault, match="it of an invalid length") as caught:
-            frames.parse_long(wrong, "it")
+            frames.parse_long(wrong_value, "it")
         assert caught.value.code is FaultCode.FRAME_SIZE_ERROR
 
 
@@ -91,7 +91,7 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
     """Nor how many frames are handled in a turn."""
     stream = wire.OPENED + b"".join(sent) + rest
     limits = Limits(frame=16384, window=70000)
-    whole = Engine(limits).take(stream)
+    uncut = Engine(limits).take(stream)
     cut, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
     at = count = 0
     while at < len(stream):
@@ -99,8 +99,8 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
         cut.take(stream[at : at + step])
         at, count = at + step, count + 1
     slow.take(stream)
-    assert _seen(cut) == _seen(whole)
-    assert _seen(slow) == _seen(whole)
+    assert _seen(cut) == _seen(uncut)
+    assert _seen(slow) == _seen(uncut)
 
 
 @given(st.binary(max_size=200))

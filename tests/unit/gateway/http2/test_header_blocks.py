@@ -170,6 +170,6 @@ def test_content_lengths() -> None:
     assert content_length([(field, b"0")]) == 0
     assert content_length([(field, b"17"), (b"a", b"b"), (field, b"17")]) == 17
     assert content_length([(field, b"9" * 19)]) == 10**19 - 1
-    for wrong in (b"9" * 20, b"-1", b"1.0", b"0x1", b" 1", b"1_0", b""):
+    for wrong_value in (b"9" * 20, b"-1", b"1.0", b"0x1", b" 1", b"1_0", b""):
         with pytest.raises(StreamFault):
-            content_length([(field, wrong)])
+            content_length([(field, wrong_value)])

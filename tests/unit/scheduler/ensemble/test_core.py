@@ -167,9 +167,9 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     for endpoint, submit in rig.sent():
         rig.finish(endpoint, submit.id)
-    told = only(rig.client_messages(), m.Failed)
-    assert (told.code, rig.core.live, rig.memory.used) == ("UNSUPPORTED", 0, 0)
-    assert "has become decoupled" in told.message
+    failure = only(rig.client_messages(), m.Failed)
+    assert (failure.code, rig.core.live, rig.memory.used) == ("UNSUPPORTED", 0, 0)
+    assert "has become decoupled" in failure.message
 
 
 def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_response() -> None:

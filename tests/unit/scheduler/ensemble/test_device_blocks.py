@@ -77,8 +77,8 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     endpoint, submit, last = submitted(rig)
     assert endpoint == "c" and last is not None and last.memory.cuda is None
     finish(rig, endpoint, submit, last)
-    (told,) = rig.client_messages()
-    assert isinstance(told, m.Finished)
+    (message,) = rig.client_messages()
+    assert isinstance(message, m.Finished)
     rig.from_client(m.Release(last.memory.pid, [last.offset], last.memory.id))
     assert rig.memory.used == 0
 

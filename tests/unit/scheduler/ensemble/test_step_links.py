@@ -38,7 +38,7 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
             assert before.received == [READ]
             links.remove("s1")
             client.successors.add("s1", there)
-            client.lost("s1")
+            client.handle_loss("s1")
             client.release("s1", [READ])
             steps.flush()
             received: list[Any] = []

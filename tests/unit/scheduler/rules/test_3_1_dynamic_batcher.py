@@ -182,15 +182,15 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
         rig.start(index, 100 + index)
     numbers = rig.submit(4)
     batches = rig.executes()
-    told: list[int] = []
+    records: list[int] = []
     for at in order:
         peer, batch = batches[at]
         key = batch.requests[0].key
         code = "INTERNAL" if at in fails else ""
         rig.finish(peer, batch, m.Reply(key, code, "bad" if code else ""))
-        told += [answer.id for answer in rig.answers()]
-        assert told == numbers[: len(told)]
-    assert told == numbers
+        records += [answer.id for answer in rig.answers()]
+        assert records == numbers[: len(records)]
+    assert records == numbers
 
 
 def test_shutdown_rejects_new_requests() -> None:

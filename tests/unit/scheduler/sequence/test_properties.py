@@ -37,13 +37,13 @@ class Watched(SequenceRig):
 
     def executes(self) -> list[tuple[bytes, m.Execute]]:
         """Return the executed batches, like `Rig.executes`, after checking each."""
-        found = super().executes()
+        executable = super().executes()
         for client in self.scheduler._clients.values():
             for request in client.requests.values():
                 self.sequences[request.key] = request.sequence
-        for peer, batch in found:
+        for peer, batch in executable:
             self.check(peer, batch)
-        return found
+        return executable
 
     def check(self, peer: bytes, batch: m.Execute) -> None:
         real = [row for row in batch.rows if row.key]

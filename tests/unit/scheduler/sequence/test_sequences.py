@@ -72,13 +72,13 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         "TYPE_UINT64": ("x", "BYTES", "UINT64"),
         "TYPE_STRING": (5, "UINT64", "BYTES"),
     }
-    for data_type, (sequence, given, wanted) in texts.items():
+    for data_type, (sequence, given, expected) in texts.items():
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
         rig.request(sequence, START)
         assert error(rig) == (
             f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{given}', but "
-            f"model 'm' expects '{wanted}'"
+            f"model 'm' expects '{expected}'"
         )
 
 
@@ -117,10 +117,10 @@ def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
     rig.request(3)
     rig.done()
     rig.request(1, END)
-    seen = 0
+    answer_count = 0
     while rig.runs():
         rig.done()
-        seen += 1
+        answer_count += 1
     served = rig.outcomes()
     assert len(served) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
     rig.request(2, END)
@@ -259,9 +259,9 @@ def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: Sequence
     late = rig.request(1, timeout_ns=5 * MS)
     behind = rig.request(1)
     rig.pass_time(6 * MS)
-    told = rig.outcomes()
-    assert told[late] == EXPIRED
-    assert "an earlier request of the sequence" in told[behind]
+    outcomes = rig.outcomes()
+    assert outcomes[late] == EXPIRED
+    assert "an earlier request of the sequence" in outcomes[behind]
     rig.done()
     assert not rig.runs()
     rig.answers()
@@ -278,8 +278,8 @@ def test_3_10_cancelling_one_cancels_those_behind_it(slots: int) -> None:
     first = rig.request(1, START)
     second, third = rig.request(1), rig.request(1)
     rig.client(m.Cancel(second))
-    told = rig.outcomes()
-    assert set(told) == {second, third}
+    outcomes = rig.outcomes()
+    assert set(outcomes) == {second, third}
     if not slots:
         rig.request(9, END)
         rig.done()
@@ -366,9 +366,9 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     fresh = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
     rig.die(0)
-    told = rig.outcomes()
+    outcomes = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
-    assert text in told.pop(runs) and text in told.pop(waits) and not told
+    assert text in outcomes.pop(runs) and text in outcomes.pop(waits) and not outcomes
     rig.request(1)
     assert "the state of this one was lost when the model's worker died" in error(rig)
     # The other instance runs it at once.
@@ -403,15 +403,15 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
         "16384 sequences of this client wait for a slot of model 'm', and no more are allowed"
     )
     mine, new = rig.request(1), rig.request(1_000_000, START)
-    told = rig.outcomes()
-    while new not in told:
+    outcomes = rig.outcomes()
+    while new not in outcomes:
         # Slots become free when idle sequences lose them. The clients take turns.
         while rig.runs():
             rig.done()
         rig.pass_time(1000 * MS)
-        told |= rig.outcomes()
-    assert told[mine] is None and told[new] is None
-    assert len(told) < 10
+        outcomes |= rig.outcomes()
+    assert outcomes[mine] is None and outcomes[new] is None
+    assert len(outcomes) < 10
 
 
 def test_connections_of_a_gateway_take_turns() -> None:

@@ -206,12 +206,12 @@ def test_3_5_slots_are_those_of_the_candidates_or_of_the_batch(
 
 
 def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
-    given = {
+    fields = {
         "max_candidate_sequences": 8,
         "preferred_batch_size": [3],
         "max_queue_delay_microseconds": 1000,
     }
-    rig = SequenceRig("oldest", rows=4, given=given)
+    rig = SequenceRig("oldest", rows=4, given=fields)
     for sequence in (1, 2):
         rig.request(sequence, START)
     assert rig.batches() == {}

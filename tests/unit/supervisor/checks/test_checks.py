@@ -168,14 +168,18 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
-        found = {check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))}
-    assert not [name for name, verdict in found.items() if "cannot be inspected" in verdict.found]
-    assert found["packages"].state == found["HTTP parser"].state == OK
-    assert str(fd_limits.attainable()) in found["open files"].found
-    assert found["ports"].state == WRONG
-    assert f"pid {os.getpid()})" in found["ports"].found
-    assert found["run directory"] == ok(f"{tmp_path}/run")
-    assert found["models"].found == f"{tmp_path}/models contains no model"
+        verdicts = {
+            check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))
+        }
+    assert not [
+        name for name, verdict in verdicts.items() if "cannot be inspected" in verdict.found
+    ]
+    assert verdicts["packages"].state == verdicts["HTTP parser"].state == OK
+    assert str(fd_limits.attainable()) in verdicts["open files"].found
+    assert verdicts["ports"].state == WRONG
+    assert f"pid {os.getpid()})" in verdicts["ports"].found
+    assert verdicts["run directory"] == ok(f"{tmp_path}/run")
+    assert verdicts["models"].found == f"{tmp_path}/models contains no model"
 
 
 def test_a_check_that_fails_says_so() -> None:

@@ -208,7 +208,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
 
 def load(at_s: float, **more: Any) -> LoadSample:
     """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "executed": 100,
         "succeeded": 100,
         "waited_s": 0.0,
@@ -219,7 +219,7 @@ def load(at_s: float, **more: Any) -> LoadSample:
         "busy": 0,
         **more,
     }
-    return LoadSample(at_s=at_s, **given)
+    return LoadSample(at_s=at_s, **fields)
 
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:
@@ -232,8 +232,8 @@ def served(policy: ScalingPolicy) -> ScalingPolicy:
 def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> list[Change]:
     """The changes of looks at the same load, for so long."""
     times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
-    found = (policy.sample(load(at_s, **more), count) for at_s in times)
-    return [change for change in found if change is not None]
+    decisions = (policy.sample(load(at_s, **more), count) for at_s in times)
+    return [change for change in decisions if change is not None]
 
 
 def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
@@ -273,9 +273,9 @@ def test_not_where_an_instance_is_free_or_none_is_there() -> None:
 def test_one_more_where_what_was_served_had_waited() -> None:
     """On average: 33 ms are 150 ms at p99."""
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
-    found = [looks_once(policy, number) for number in range(1, 7)]
-    assert found[:5] == [None] * 5
-    assert found[5] == Change(3, "requests wait 37.5 ms on average, the limit is 32.6 ms")
+    decisions = [looks_once(policy, number) for number in range(1, 7)]
+    assert decisions[:5] == [None] * 5
+    assert decisions[5] == Change(3, "requests wait 37.5 ms on average, the limit is 32.6 ms")
 
 
 def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
@@ -315,10 +315,10 @@ def test_who_is_missed_soon_after_is_kept_for_longer() -> None:
     looks(policy, 21, 2)
     policy.changed(21.2, 2, 1)
     policy.changed(30.0, 1, 2)
-    found = [policy.sample(load(30 + number / 10), 2) for number in range(450)]
-    first = next(number for number, change in enumerate(found) if change)
+    decisions = [policy.sample(load(30 + number / 10), 2) for number in range(450)]
+    first = next(number for number, change in enumerate(decisions) if change)
     assert first > 370
-    assert found[first] == Change(1, "at most 0.0 instances were busy for 40 s")
+    assert decisions[first] == Change(1, "at most 0.0 instances were busy for 40 s")
 
 
 def test_the_bounds_hold_whatever_it_was_before() -> None:
@@ -381,11 +381,11 @@ def test_a_process_is_measured() -> None:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """The processor time of processes that have no memory of their own."""
-    found = {1: 10.0, 2: 20.0}
-    monkeypatch.setattr(autoscaler, "processor_s", found.__getitem__)
+    latencies = {1: 10.0, 2: 20.0}
+    monkeypatch.setattr(autoscaler, "processor_s", latencies.__getitem__)
     monkeypatch.setattr(autoscaler, "private_bytes", lambda pid: 0)
     monkeypatch.setattr(CpuUtilization, "read", lambda meter: 0.5)
-    return found
+    return latencies
 
 
 def test_processors_for_all_of_them_at_work(times: dict[int, float]) -> None:

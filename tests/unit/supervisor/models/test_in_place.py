@@ -61,9 +61,9 @@ def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
     (folder / "configs").mkdir()
 
     def look() -> str:
-        found = find([tmp_path], "m")
-        assert found is not None
-        return version_fingerprint(found, 1)
+        versions = find([tmp_path], "m")
+        assert versions is not None
+        return version_fingerprint(versions, 1)
 
     before = look()
     for unrelated in ("config.pbtxt", "configs/other.pbtxt", "2/model.py"):
@@ -123,15 +123,15 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""
-    made = processes.version(spec(config(group("m_0", count))))
-    await made.start()
-    return made
+    version = processes.version(spec(config(group("m_0", count))))
+    await version.start()
+    return version
 
 
 def update(version: ModelVersion, count: int) -> InstanceUpdate:
-    found = version.update_to(spec(config(group("m_0", count))))
-    assert found is not None
-    return found
+    updated = version.update_to(spec(config(group("m_0", count))))
+    assert updated is not None
+    return updated
 
 
 async def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
@@ -165,9 +165,9 @@ async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
     model.commit(down)
     model.instances.children()[1].kill()
     await turns()
-    found = len(processes.started), model.instances.states()
+    observed = len(processes.started), model.instances.states()
     await processes.end()
-    assert found == (3, [InstanceState.READY])
+    assert observed == (3, [InstanceState.READY])
 
 
 async def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:

@@ -41,11 +41,11 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
             group("m_2", "KIND_GPU", 2, 0, 3),
         ]
     }
-    found = [
+    messages = [
         (i.index, i.name, i.kind, i.device, i.device_id)
         for i in expand_instances(ModelSpec.of(config))
     ]
-    assert found == [
+    assert messages == [
         (0, "m_0_0", "CPU", "cpu", 0),
         (1, "m_0_1", "CPU", "cpu", 0),
         (2, "m_1_0", "MODEL", "cpu", 0),
@@ -74,9 +74,9 @@ def test_one_with_bounds_has_the_fewest_at_least() -> None:
 
 def test_one_with_bounds_has_as_many_as_run() -> None:
     """Whatever was written; up to the most, and those without bounds as many as are written."""
-    for written, running, wanted in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
+    for written, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
         config = bounded(written, max_instances="4")
-        assert len(expand_instances(config, running)) == wanted
+        assert len(expand_instances(config, running)) == expected
     assert len(expand_instances(bounded(1), 3)) == 1
 
 
@@ -98,17 +98,17 @@ def test_every_state_has_an_event_and_can_be_reached() -> None:
 
 
 def test_illegal_events_raise() -> None:
-    made = instance()
+    new_instance = instance()
     with pytest.raises(IllegalTransition):
-        made.transition("restart")
-    assert made.state is InstanceState.STARTING
+        new_instance.transition("restart")
+    assert new_instance.state is InstanceState.STARTING
 
 
 def test_a_worker_that_dies_and_comes_back() -> None:
-    made = instance()
+    new_instance = instance()
     for event in ("started", "loaded", "exited", "restart", "started", "loaded", "stop", "exited"):
-        made.transition(event)
-    assert made.state is InstanceState.STOPPED
+        new_instance.transition(event)
+    assert new_instance.state is InstanceState.STOPPED
 
 
 # As faulthandler writes them: a thread of the model's own before the one that loads.
@@ -131,15 +131,15 @@ OVER += "fetch, line 12 of 1/model.py"
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    asked: list[str] = []
+    pending_calls: list[str] = []
 
     async def stacks_of(instance: Instance) -> str:
         assert instance.alive and instance.stacks_fd == STACKS_FD
-        asked.append(instance.name)
+        pending_calls.append(instance.name)
         return STACKS
 
     monkeypatch.setattr(instances, "stacks_of", stacks_of)
-    return asked
+    return pending_calls
 
 
 def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:

@@ -78,8 +78,8 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     registry = ModelRegistry()
     nobody = MagicMock()
     parts = (processes.context, planner, registry, Publications(), nobody)
-    made = ModelManager(LifecycleExecutor(*parts))
-    return made, RepositoryPoller(processes.context, planner, registry, made)
+    manager = ModelManager(LifecycleExecutor(*parts))
+    return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
 
 @pytest.mark.parametrize("moment", ["reading", "waiting"])

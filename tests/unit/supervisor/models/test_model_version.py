@@ -74,8 +74,8 @@ async def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_ha
     monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
     processes = Processes()
     model = deployment(processes)
-    told: list[Any] = []
-    monkeypatch.setattr(model.scheduler, "send", told.append)
+    records: list[Any] = []
+    monkeypatch.setattr(model.scheduler, "send", records.append)
     await model.start()
     first = processes.started[0]
     first.kill()
@@ -83,16 +83,16 @@ async def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_ha
     async with asyncio.timeout(10):
         await model.until_ready()
     second = processes.started[-1]
-    assert told == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
-    told.clear()
+    assert records == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
+    records.clear()
     processes.at_start = lambda child: child.kill(signal.SIGABRT)
     second.kill()
     await turns()
     text = "model 'm' failed: its instances are not restarted"
-    assert told == [m.InstanceGone(0, text)] and model.instances.failure
-    told.clear()
+    assert records == [m.InstanceGone(0, text)] and model.instances.failure
+    records.clear()
     model.instances.introduce([second.pid])
-    assert told == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
+    assert records == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
     await processes.end()
 
 

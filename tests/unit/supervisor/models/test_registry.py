@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.host.console import StartupReport, example_command
+from shmserve.supervisor.host.console import StartupReport, example_command, model_table
 from shmserve.supervisor.models import registry
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
@@ -250,3 +250,13 @@ def test_a_command_to_try_is_of_a_model_with_few_elements(
 ) -> None:
     assert command in example_command(models, "URL")
     assert bool(command) == bool(example_command(models, "URL"))
+
+
+def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:
+    reason = "the file\n" + "is not valid, " * 20
+    rows = [{"name": "a", "version": "1", "state": "READY"}, {"name": "bc", "reason": reason}]
+    table = model_table(rows)
+    assert {len(line) for line in table} == {len(table[0])}
+    assert len(table[0]) <= 105
+    shown = " ".join(line.split("|")[3].strip() for line in table[4:-1])
+    assert shown == " ".join(reason.split())

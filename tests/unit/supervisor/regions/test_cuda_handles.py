@@ -237,9 +237,9 @@ async def test_without_gpus() -> None:
 @pytest.fixture
 def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three processes that sleep; what they export is up to the test."""
-    made = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
-    yield made
-    for process in made:
+    child = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield child
+    for process in child:
         process.kill()
         process.wait()
 
@@ -346,17 +346,17 @@ def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.Monkey
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One that believes to have two CUDA devices."""
-    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as made:
-        made.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
+        model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
 def scheduler(gateway: Rig) -> Scheduler:
-    made = gateway.scheduler(echo)
-    gateway.publish(identity_config("identity", "FP32", [4]), made)
-    return made
+    scheduler = gateway.scheduler(echo)
+    gateway.publish(identity_config("identity", "FP32", [4]), scheduler)
+    return scheduler
 
 
 def published(
@@ -374,8 +374,8 @@ def host(memory_id: int, number: int) -> m.RegionPublished:
 
 def body(**changed: Any) -> dict[str, Any]:
     """A good registration, with changes; a None takes a member away."""
-    made = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
-    return {key: value for key, value in made.items() if value is not None}
+    body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
+    return {key: value for key, value in body.items() if value is not None}
 
 
 def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
@@ -394,8 +394,8 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
-        (told,) = gateway.received_of(UnregisterRegion)
-        assert (told.name, told.cuda) == (name, True)
+        (messages,) = gateway.received_of(UnregisterRegion)
+        assert (messages.name, messages.cuda) == (name, True)
         gateway.received.clear()
 
 
@@ -658,17 +658,17 @@ def test_the_peer_of_a_unix_socket_is_known(
     path = str(tmp_path / "socket")
 
     async def steps() -> None:
-        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        handle: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         class Protocol(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                found.set_result(unix_pid(transport))
+                handle.set_result(unix_pid(transport))
                 transport.close()
 
         server = await asyncio.get_running_loop().create_unix_server(Protocol, path)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
-            assert await found == os.getpid()
+            assert await handle == os.getpid()
         server.close()
         await server.wait_closed()
 

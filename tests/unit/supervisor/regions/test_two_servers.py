@@ -61,7 +61,7 @@ def test_each_has_what_the_other_has() -> None:
             assert first.shared is not None and second.shared is not None
             assert first.shared.inode == second.shared.inode
             assert (first.key, first.owner) == (second.key, second.owner)
-            assert [type(told) for told in two.published] == [RegionPublished] * 2
+            assert [type(message) for message in two.published] == [RegionPublished] * 2
             # The same again is the same, at either.
             await two.register("a", objects[0].key)
             await two.unregister("a")

@@ -12,9 +12,9 @@ ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
 def rendered(source: str, **given: Any) -> str:
-    made = {"messages": [{"role": "user", "content": "Hi"}], **given}
+    request = {"messages": [{"role": "user", "content": "Hi"}], **given}
     return ChatTemplate({"default": source}, {}).render(
-        made if isinstance(made, dict) else {"messages": made}
+        request if isinstance(request, dict) else {"messages": request}
     )
 
 

@@ -297,16 +297,16 @@ def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     prompt = [9, 8, 7]
-    told = generated(folder(), prompt, max_new_tokens=30)
-    stop = told[12]
-    memory_range = told.index(stop)
+    expected = generated(folder(), prompt, max_new_tokens=30)
+    stop = expected[12]
+    memory_range = expected.index(stop)
     text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop)
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
         scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
         scheduler.run()
-        assert scheduler.responses[1][-1]["token_ids"] == told[: memory_range + 1]
+        assert scheduler.responses[1][-1]["token_ids"] == expected[: memory_range + 1]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
         assert text not in scheduler.responses[1][-1]["text_output"][0]
         assert scheduler.responses[2][-1]["finish_reason"] == ["length"]
@@ -489,8 +489,8 @@ def test_one_of_several_templates_is_used(
             edit(path, name, chat_template=content)
         else:
             (path / name).write_text(content)
-    found = Checkpoint.open(path)
-    chat = ChatTemplate(found.templates, found.special)
+    checkpoint = Checkpoint.open(path)
+    chat = ChatTemplate(checkpoint.templates, checkpoint.special)
     assert chat.render({"messages": MESSAGES, **more}) == text
 
 
@@ -535,13 +535,13 @@ def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m", shards=2)
     drawn = weights(config(), seed=9)
     save_weights(path, drawn)
-    found = Checkpoint.open(path)
-    assert torch.equal(found.weight("model.norm.weight"), drawn["model.norm.weight"])
+    checkpoint = Checkpoint.open(path)
+    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn["model.norm.weight"])
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
-    made = config(tie_word_embeddings=True)
-    drawn = weights(made)
+    configuration = config(tie_word_embeddings=True)
+    drawn = weights(configuration)
     embedding = drawn["model.embed_tokens.weight"]
     head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
     cases = {

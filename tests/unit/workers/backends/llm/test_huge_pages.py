@@ -23,9 +23,9 @@ def test_what_is_without_others(
     def addresses(of: list[tuple[int, int]]) -> set[int]:
         return {address for begin, end in of for address in range(begin, end)}
 
-    found = list(without(ranges, others))
-    assert addresses(found) == addresses(ranges) - addresses(others)
-    assert all(begin < end for begin, end in found)
+    remaining = list(without(ranges, others))
+    assert addresses(remaining) == addresses(ranges) - addresses(others)
+    assert all(begin < end for begin, end in remaining)
 
 
 def _huge_bytes() -> int:

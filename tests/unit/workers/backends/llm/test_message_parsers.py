@@ -158,14 +158,14 @@ def parsed(
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Return the content, the reasoning, and the name and arguments of each call."""
     parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **more), stream)
-    found = {"content": "", "reasoning": ""}
+    message = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
     ids: set[str] = set()
     for memory_range, chunk in enumerate([*chunks, ""]):
         parser.feed(chunk, memory_range == len(chunks))
         taken = parser.take()
-        for part in found:
-            found[part] += taken.get(part, "")
+        for part in message:
+            message[part] += taken.get(part, "")
         for call in taken.get("tool_calls", ()):
             if "id" in call:
                 assert call["index"] == len(calls)
@@ -173,17 +173,17 @@ def parsed(
                 ids.add(call["id"])
             calls[call["index"]][1] += call["arguments"]
     assert len(ids) == len(calls)
-    return found["content"], found["reasoning"], [(name, text) for name, text in calls]
+    return message["content"], message["reasoning"], [(name, text) for name, text in calls]
 
 
 def split(text: str, seed: int) -> list[str]:
     """Return the text in random chunks, or in single characters if the seed is 0."""
     draw = random.Random(seed)
-    found: list[str] = []
+    deltas: list[str] = []
     while text:
         size = draw.randint(1, 9) if seed else 1
-        found, text = [*found, text[:size]], text[size:]
-    return found
+        deltas, text = [*deltas, text[:size]], text[size:]
+    return deltas
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -222,8 +222,8 @@ def test_any_text_is_parsed_alike_in_any_chunks(family: str) -> None:
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
         for stream in (False, True):
-            found = {repr(parsed(family, split(text, seed), stream)) for seed in range(3)}
-            assert len(found) == 1, text
+            results = {repr(parsed(family, split(text, seed), stream)) for seed in range(3)}
+            assert len(results) == 1, text
 
 
 def test_arguments_are_sent_as_they_come() -> None:

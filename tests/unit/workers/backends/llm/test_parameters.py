@@ -108,6 +108,6 @@ def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
 
 def test_a_model_has_defaults_and_seeds_differ() -> None:
     defaults = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9, "eos_token_id": 3}
-    found = parse({"top_k": 2}, defaults, 100)
-    assert (found.temperature, found.top_k, found.max_tokens) == (0.3, 2, 9)
+    parameters = parse({"top_k": 2}, defaults, 100)
+    assert (parameters.temperature, parameters.top_k, parameters.max_tokens) == (0.3, 2, 9)
     assert settings().seed != settings().seed
