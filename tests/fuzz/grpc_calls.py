@@ -140,7 +140,7 @@ class _Client:
         elif scene.begun:
             call: Any = scene.begun[self.number() % len(scene.begun)]
             if kind == 22:
-                (call.on_timeout, call._expired)[self.number() % 2]()
+                (call.on_timeout, call._on_deadline)[self.number() % 2]()
             elif isinstance(call, StreamingCall) and self.number() > 0xC0:
                 call.fail(StatusCode.UNAVAILABLE, "no")
             else:
@@ -170,7 +170,7 @@ async def _play(data: bytes) -> None:
         scene = Scene()
         client = _Client(scene, data)
         for _ in range(_MOST_STEPS):
-            if not client.has_more or scene.transport.closed or scene.connection._ended:
+            if not client.has_more or scene.transport.closed or scene.connection._is_closing:
                 break
             client.step()
             if client.number() % 2:

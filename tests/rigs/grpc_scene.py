@@ -94,7 +94,7 @@ class Scene:
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         front = GrpcFront(
             settings=GrpcSettings(**settings),
-            begin=self._begin,
+            create_call=self._begin,
             budget=BodyBudget(1 << 20, MallocTrim()),
             header_timeout_s=PATIENCE_S,
             body_timeout_s=PATIENCE_S,
@@ -134,7 +134,7 @@ class Scene:
 
     @staticmethod
     async def _echo(call: StreamingCall) -> Ending | None:
-        async for request in call.requests():
+        async for request in call.read_messages():
             await call.write_all([request])
         return None
 

@@ -284,7 +284,7 @@ class Body:
         piece = start
         while True:
             tensors.feed_all(memoryview(piece))
-            if tensors.complete:
+            if tensors.is_complete:
                 return True
             piece = await self.next()
             if not piece:

@@ -196,8 +196,8 @@ class HttpResponse:
         values = (STATUS_LINES[self.status], size, connection, self.headers)
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
-    async def send(self, request: HttpRequest, stall_s: float) -> None:
-        """Write the response. A client that reads nothing for `stall_s` seconds is disconnected.
+    async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
+        """Write the response; disconnect a client that reads nothing for `stall_timeout_s`.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -210,12 +210,16 @@ class HttpResponse:
         elif size <= _WHOLE:
             transport.write(b"".join((head, *self.pieces)))
         else:
-            await self._stream(request, transport, head, stall_s)
+            await self._stream(request, transport, head, stall_timeout_s)
         if request.connection.writing_paused:
-            await drain(request.connection, transport, stall_s)
+            await drain(request.connection, transport, stall_timeout_s)
 
     async def _stream(
-        self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
+        self,
+        request: HttpRequest,
+        transport: asyncio.Transport,
+        head: bytes,
+        stall_timeout_s: float,
     ) -> None:
         # With the mark 0, `drain` returns once nothing is queued, and the pieces' memory may be
         # released.
@@ -226,7 +230,7 @@ class HttpResponse:
                 for at in range(0, len(piece), _PIECE):
                     transport.write(piece[at : at + _PIECE])
                     if request.connection.writing_paused:
-                        await drain(request.connection, transport, stall_s)
+                        await drain(request.connection, transport, stall_timeout_s)
         finally:
             if not transport.is_closing():
                 transport.set_write_buffer_limits()
@@ -247,7 +251,7 @@ class ChunkedResponse(HttpResponse):
         super().__init__(status, (), headers)
         self._batches = batches
 
-    async def send(self, request: HttpRequest, stall_s: float) -> None:
+    async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
         chunked = not request.is_http10
@@ -258,7 +262,7 @@ class ChunkedResponse(HttpResponse):
                 framed = map(_framed, filter(None, chunks)) if chunked else chunks
                 transport.write(b"".join(framed))
                 if request.connection.writing_paused:
-                    await drain(request.connection, transport, stall_s)
+                    await drain(request.connection, transport, stall_timeout_s)
         if chunked:
             transport.write(b"0\r\n\r\n")
 
@@ -283,13 +287,14 @@ def _open_transport(request: HttpRequest) -> asyncio.Transport:
     return transport
 
 
-async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: float) -> None:
+async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_timeout_s: float) -> None:
     """Wait until the client has read what was written.
 
-    A client that reads nothing for `stall_s` seconds is disconnected, with ConnectionResetError.
+    A client that reads nothing for `stall_timeout_s` seconds is disconnected, and the call raises
+    ConnectionResetError.
     """
     try:
-        async with asyncio.timeout(stall_s):
+        async with asyncio.timeout(stall_timeout_s):
             await channel.drain()
     except TimeoutError:
         transport.abort()

@@ -112,7 +112,7 @@ def test_the_first_execution_does_not_count() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 512), st.floats(0, 1e12)), max_size=60))
-def test_whatever_it_sees_its_times_make_sense(seen: list[tuple[int, float]]) -> None:
+def test_estimated_times_are_never_negative(seen: list[tuple[int, float]]) -> None:
     time = SizeTimes(512)
     for units, took_ns in seen:
         time.observe(units, took_ns)

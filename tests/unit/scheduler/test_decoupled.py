@@ -266,7 +266,7 @@ def test_an_open_request_is_never_retried() -> None:
     assert rig.report()["shmserve"]["workers_lost"] == 1
 
 
-def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> None:
+def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() -> None:
     rig, peer = ready_rig({}, decoupled=True)
     ended, begun, silent = rig.submit(3)
     _, batch = rig.execute()

@@ -70,7 +70,7 @@ def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int,
     assert rules.validate(FIRST, submit, NOW).deadline_ns == end
 
 
-def test_who_says_to_arrive_later_has_no_longer() -> None:
+def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 400)
     submit = m.Submit(1, *work, NOW + SECOND, 0, 0, 0, "")

@@ -181,7 +181,7 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
-def test_whatever_had_a_process_is_expected_again(state: SlotState) -> None:
+def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
     assert SLOT[state]["exit"] is SlotState.EXPECTED
 
 
@@ -201,7 +201,7 @@ def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
     assert slot.execution is None and pool.free
 
 
-def test_what_is_sent_ahead_goes_to_the_least_busy(pool: Pool) -> None:
+def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
     ready(pool, 0, 100), ready(pool, 1, 101)
     slots = []
     for number in range(6):

@@ -191,7 +191,7 @@ def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
-def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
+def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
@@ -254,7 +254,7 @@ def regions(arena: Arena) -> dict[str, Packed]:
         "an output's place",
     ],
 )
-def test_what_lies_in_a_clients_region_passes_the_cache_by(arena: Arena, which: str) -> None:
+def test_requests_with_client_regions_are_not_cached(arena: Arena, which: str) -> None:
     """A client could change its region between the hash and the execution, and poison the cache."""
     rig = cached()
     peer = rig.start()

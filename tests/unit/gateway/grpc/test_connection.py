@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
-from shmserve.gateway.grpc.calls.messages import LARGE
+from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
 from tests.support.wire.http2 import (
     ACK,
@@ -64,10 +64,10 @@ class TensorSink:
             self.copied += len(piece)
         self.remaining = self.remaining[len(piece) :]
 
-    def whole(self) -> bytes:
+    def finish(self) -> bytes:
         return bytes(self.data)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         raise AssertionError
 
 
@@ -82,7 +82,7 @@ def test_a_large_message_is_received_in_place() -> None:
         scene.send(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
         ((raw, call),) = scene.calls
-        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE
+        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE_MESSAGE_BYTES
         assert not scene.transport.frames()
         call.finish(b"")
         scene.send(frame(DATA, END_STREAM, 1))
@@ -363,7 +363,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
 
         async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
-            async for request in call.requests():
+            async for request in call.read_messages():
                 seen.append(request)  # noqa: PERF401
             return None
 
@@ -393,7 +393,7 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     async def play(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
-        scene.begun[0].data(memoryview(buffer), True)
+        scene.begun[0].receive_data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
         ended = asyncio.Event()
         scene.begun[0].on_ended = ended.set
@@ -409,7 +409,7 @@ def test_reading_messages_enlarges_the_window() -> None:
 
     async def play(scene: Scene) -> None:
         async def take(call: StreamingCall) -> Ending | None:
-            async for _ in call.requests():
+            async for _ in call.read_messages():
                 pass
             return None
 
@@ -441,7 +441,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
         ended: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
-            async for request in call.requests():
+            async for request in call.read_messages():
                 await call.write_all([request])
             ended.append(1)
             return None

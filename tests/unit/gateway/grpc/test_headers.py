@@ -159,8 +159,8 @@ def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]
 
 def test_the_encodings_that_a_client_accepts() -> None:
     parsed = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
-    assert parsed.accepts == {"identity", "gzip", "deflate", "x"}
-    assert head().accepts == {""}
+    assert parsed.accepted_encodings == {"identity", "gzip", "deflate", "x"}
+    assert head().accepted_encodings == {""}
 
 
 # --- responses
@@ -175,7 +175,7 @@ def fields_of(block: bytes) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("compression", [None, *ENCODINGS])
 def test_the_head_of_a_response(compression: str | None) -> None:
-    headers = dict(fields_of(call.HEADS[compression]))
+    headers = dict(fields_of(call.HEADS_BY_ENCODING[compression]))
     assert headers[b":status"] == b"200"
     assert headers[b"content-type"] == b"application/grpc"
     assert headers[b"grpc-accept-encoding"] == b"identity,deflate,gzip"
@@ -184,7 +184,7 @@ def test_the_head_of_a_response(compression: str | None) -> None:
 
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_response_without_messages(status: int) -> None:
-    block = call.response_start(status) + call.trailers(StatusCode.INTERNAL, "no", ())
+    block = call.encode_response_start(status) + call.encode_trailers(StatusCode.INTERNAL, "no", ())
     headers = fields_of(block)
     assert headers[0] == (b":status", str(status).encode())
     assert headers[-2:] == [(b"grpc-status", b"13"), (b"grpc-message", b"no")]
@@ -192,8 +192,8 @@ def test_a_response_without_messages(status: int) -> None:
 
 def test_the_trailers_of_a_response() -> None:
     assert fields_of(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
-    assert call.trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
-    headers = fields_of(call.trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    assert call.encode_trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
+    headers = fields_of(call.encode_trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
     assert headers == [(b"grpc-status", b"14"), (b"retry", b"5")]
 
 
@@ -204,7 +204,7 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    headers = fields_of(call.trailers(StatusCode.INTERNAL, text, ()))
+    headers = fields_of(call.encode_trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded = dict(headers).get(b"grpc-message", b"")
     assert encoded.isascii()

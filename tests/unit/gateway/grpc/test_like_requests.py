@@ -23,7 +23,7 @@ from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, public
 pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc import infer as grpc
-from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
+from shmserve.gateway.grpc.wire.fingerprint import TemplateCache, split_message
 from shmserve.proto import grpc_service_pb2 as pb
 from tests.support.messages import inference_of
 
@@ -109,7 +109,7 @@ def test_similar_http_requests_are_not_confused(
 def test_similar_grpc_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    read = Read(monkeypatch, grpc, "infer_request")
+    read = Read(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
     def asked(request_fields: Any) -> BuiltRequest:
@@ -125,7 +125,7 @@ def test_similar_grpc_requests_are_not_confused(
             request.parameters["sequence_end"].bool_param = end
         request.inputs.add(name="IN", datatype="INT8", shape=[1])
         request.raw_input_contents.append(b"x")
-        return inferences._read(request.SerializeToString(), {}, streamed=False)
+        return inferences._decode(request.SerializeToString(), {}, streamed=False)
 
     check(asked)
     assert read.count == 1
@@ -158,7 +158,7 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> Non
         for number in range(1, 4):
             raw = ODD[form](number)
             request_fields = pb.ModelInferRequest.FromString(raw)
-            built_request = inferences._read(raw, {}, streamed=False)
+            built_request = inferences._decode(raw, {}, streamed=False)
             assert built_request.infer_request.id == request_fields.id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == request_fields.raw_input_contents[0]
@@ -169,12 +169,12 @@ def test_ids_and_values_are_cut_at_any_position(
 ) -> None:
     """Whatever bytes are in them: those of fields, too. Few are looked at field by field: the first
     ones of each length."""
-    split = Read(monkeypatch, grpc, "split")
+    split = Read(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
     request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built_request = inferences._read(_of(request_id, value), {}, streamed=False)
+            built_request = inferences._decode(_of(request_id, value), {}, streamed=False)
             request_count += 1
             assert built_request.infer_request.id == request_id
             (tensor,) = inference_of(built_request).inputs
@@ -182,7 +182,7 @@ def test_ids_and_values_are_cut_at_any_position(
     assert split.count < request_count / 3
     broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
-        inferences._read(broken, {}, streamed=False)
+        inferences._decode(broken, {}, streamed=False)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -193,12 +193,12 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
     plain.inputs.add(name="IN", datatype="INT8", shape=[1])
     two = plain.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
     assert len(named) == len(two)
-    prepared = PreparedRequests(gateway.models)
+    prepared = TemplateCache(gateway.models)
     built_request = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
     for turn in range(4):
         for which in (first, 1 - first):
             raw, seen = (named, two)[which], built_request[which]
-            parts = split(raw)
+            parts = split_message(raw)
             assert parts is not None
             template: Any = SimpleNamespace(
                 fill=lambda datas, seen=seen: (
@@ -206,7 +206,7 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
                     or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
                 )
             )
-            matched = prepared.find(raw) or prepared.repeat(raw, parts)
+            matched = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)
             assert (matched is not None) == bool(turn)
             if matched is None:
                 request = InferRequest(parts.identity.request_id, [], [])

@@ -29,7 +29,7 @@ from shmserve.gateway.compression import (
     compress_pieces,
     preferred_encoding,
 )
-from shmserve.gateway.grpc.wire.request import infer_request
+from shmserve.gateway.grpc.wire.request import decode_request
 from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
@@ -111,7 +111,7 @@ def test_the_number_of_tensors_is_limited(noun: str) -> None:
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
     with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
-        infer_request(message)
+        decode_request(message)
 
 
 @pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
