@@ -77,7 +77,7 @@ def test_formats(capsys: Capture) -> None:
     assert re.fullmatch(rf"{STAMP} W {pid} gateway 0\] hello", second)
 
 
-def test_who_logs_in_a_way_of_its_own_is_left_alone(capsys: Capture) -> None:
+def test_a_foreign_logging_setup_is_kept(capsys: Capture) -> None:
     root = logging.getLogger()
     root.handlers[:] = [logging.StreamHandler()]
     root.setLevel(logging.ERROR)
@@ -222,7 +222,7 @@ def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""  # which is the journal's, too
 
 
-def test_what_is_about_a_model_names_it(journal: socket.socket) -> None:
+def test_records_about_a_model_name_it(journal: socket.socket) -> None:
     logs.configure("supervisor", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.info("model %s: %s", "a", "loading")

@@ -201,7 +201,9 @@ def test_connections_that_say_nothing(server: Server) -> None:
     ],
     ids=["config", "nothing", "infer", "infer nothing"],
 )
-def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -> None:
+def test_a_client_that_reads_no_responses_is_not_read_from(
+    server: Server, request_bytes: bytes
+) -> None:
     """A client pipelines requests without reading responses; the server reads a limited number
     of them.
     """

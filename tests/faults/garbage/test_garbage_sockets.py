@@ -200,7 +200,7 @@ def ended(link: Dealer) -> bool:
     return not link.connected
 
 
-def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
+def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
     """R24: models run foreign code as the server's user.
 
     This code may connect to the server's internal sockets, but is not accepted as a gateway or a

@@ -100,7 +100,7 @@ def test_weights_of_16_bits_generate(server: Server) -> None:
     assert all(texts)
 
 
-def test_what_was_sampled_with_a_seed_is_sampled_again(server: Server) -> None:
+def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
     drawn = [
         text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
         for seed in (7, 7, 8)

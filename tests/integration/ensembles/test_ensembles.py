@@ -53,7 +53,7 @@ def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
         assert (infer(server, "three", IN=values).as_numpy("OUT") == values + 3).all()
 
 
-def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> None:
+def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) -> None:
     """Readers of both names see the original values, also with concurrent requests."""
 
     client = triton.InferenceServerClient(server.url, concurrency=6)
@@ -170,7 +170,7 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
 # --- forwarded fields -------------------------------------------------------------------------
 
 
-def test_what_a_request_says_is_forwarded_to_every_step(server: Server) -> None:
+def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     """Section 3.7: id, correlation id, flags, timeout, custom parameters."""
     request = {
         "id": "mine",

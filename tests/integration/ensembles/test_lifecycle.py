@@ -102,7 +102,7 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
 
 
-def test_what_cannot_be_loaded(http: Http, repository: Path) -> None:
+def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     add_ensemble(repository, "lacks", [xy("nosuch", "IN", "OUT")])
     add_ensemble(repository, "one", [step("two", {"IN": "IN"}, {"OUT": "OUT"})])
     add_ensemble(repository, "two", [step("one", {"IN": "IN"}, {"OUT": "OUT"})])

@@ -107,7 +107,7 @@ ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "s
 
 
 @pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
-def test_what_others_do_changes_no_tokens(
+def test_other_clients_faults_change_no_tokens(
     generative: Server, greedy: Greedy, crime: Callable[[Server], None]
 ) -> None:
     count = 4 * COUNT
@@ -306,7 +306,7 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted(
+def test_requests_that_cannot_be_converted_are_refused(
     generative: Server, path: str, body: Any, status: int, param: str | None
 ) -> None:
     with generative.http() as http:

@@ -120,7 +120,7 @@ def read_all(sock: socket.socket) -> None:
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_who_does_not_go_on_is_shown_out(port: int, said: bytes) -> None:
+def test_a_client_that_stops_sending_is_disconnected(port: int, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
         silent.sendall(said)
         read_all(silent)

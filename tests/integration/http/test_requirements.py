@@ -79,7 +79,7 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 
-def test_what_is_listened_to_was_asked_for(server: Server) -> None:
+def test_only_configured_listeners_exist(server: Server) -> None:
     """R3, R4: on loopback alone, too."""
     listening = {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)

@@ -138,7 +138,7 @@ def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) 
     os.close(fd)
 
 
-def test_what_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
+def test_unsuitable_objects_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
     with open(__file__) as file, open(f"/dev/shm/{shared.name}", "rb") as reader:
         for given, kind, text in (
             ("nosuch", shmserve.client.NotFound, "no shared memory 'nosuch' in /dev/shm"),

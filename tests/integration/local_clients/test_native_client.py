@@ -332,7 +332,7 @@ def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
     assert len(client._session.connection()._timeouts._heap) < 1500
 
 
-def test_what_is_over_keeps_no_memory(client) -> None:
+def test_finished_calls_keep_no_memory(client) -> None:
     """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
     x = frames()
     gc.collect()

@@ -137,7 +137,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
         waiting.result()
 
 
-def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
+def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     blocker = client.infer_async("gated", _value(client, 1))
@@ -152,9 +152,7 @@ def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
     assert blocker.result(20)
 
 
-def test_what_a_thread_leaves_on_its_way_keeps_its_memory(
-    gated: Server, client: shmserve.client.Server
-) -> None:
+def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
     """Also when other threads come, who ask the same of the server."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
@@ -424,9 +422,7 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
 
 
 @pytest.mark.parametrize("ends", ["the client", "the server"])
-def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
-    gated: Server, ends: str
-) -> None:
+def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) -> None:
     """Threads see the schedulers' links end before, or though, the connection's own thread sees
     that of the listener."""
     client = shmserve.client.connect(gated.run_dir)
@@ -557,7 +553,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
     until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
+def test_a_request_with_output_over_its_input_is_not_retried(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     with client.allocate({"INPUT0": ((1, 4), "INT32")}) as region:

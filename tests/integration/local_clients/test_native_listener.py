@@ -175,7 +175,7 @@ def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
         bytes((0x92, frames.VERSION)) + b"x" * 100_000,
     ],
 )
-def test_what_a_local_client_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
+def test_a_forbidden_message_ends_the_local_connection(server: Server, data: bytes) -> None:
     with contextlib.closing(Guest(server)) as local_client:
         local_client.listener.send(data)
         with contextlib.suppress(ConnectionResetError):

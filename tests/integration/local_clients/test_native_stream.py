@@ -147,7 +147,7 @@ def test_an_error_between_responses_does_not_end_them(client: shmserve.client.Se
     assert values(stream) == [3]
 
 
-def test_what_is_wrong_is_said_at_once(client: shmserve.client.Server) -> None:
+def test_wrong_stream_requests_are_refused_at_once(client: shmserve.client.Server) -> None:
     with pytest.raises(shmserve.client.NotFound):
         client.stream("nobody", X=[1])
     with pytest.raises(shmserve.client.InvalidArgument, match="unexpected inference input 'X'"):
@@ -235,7 +235,9 @@ LEAVES: dict[str, Callable[[list[Any]], None]] = {
 
 
 @pytest.mark.parametrize("how", LEAVES)
-def test_who_leaves_cancels(client: shmserve.client.Server, tmp_path: Path, how: str) -> None:
+def test_closing_a_stream_cancels_its_request(
+    client: shmserve.client.Server, tmp_path: Path, how: str
+) -> None:
     held = [client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])]
     assert values([next(held[0])]) == [1]
     stream = held[0]
@@ -248,7 +250,9 @@ def test_who_leaves_cancels(client: shmserve.client.Server, tmp_path: Path, how:
         assert list(held[0]) == []
 
 
-def test_who_takes_too_long_is_cancelled(client: shmserve.client.Server, tmp_path: Path) -> None:
+def test_a_stream_past_its_timeout_is_cancelled(
+    client: shmserve.client.Server, tmp_path: Path
+) -> None:
     stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")], timeout=0.2)
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.TimedOut):
@@ -280,7 +284,7 @@ next(stream)
     until("the model sees it", (tmp_path / "seen").exists)
 
 
-def test_who_does_not_read_stops_only_its_own(
+def test_a_reader_that_stops_reading_stops_only_its_own_stream(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
     note = tmp_path / "sent"
@@ -316,7 +320,7 @@ def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Serve
     assert failures == []
 
 
-def test_who_releases_nothing_leaves_memory_to_others(
+def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that takes every response and gives none back is refused more, and nobody else."""
@@ -371,7 +375,9 @@ def test_asyncio(served: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
-async def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
+async def test_closing_a_stream_in_asyncio_cancels_its_request(
+    served: Server, tmp_path: Path, how: str
+) -> None:
     async with aio.connect(served.run_dir) as client:
         steps = [b"1", left(tmp_path / "seen")]
         stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)

@@ -251,7 +251,7 @@ def test_errors_before_the_first_response(http: Http, call: str, error: str) -> 
 
 
 @pytest.mark.parametrize("how", ["iterator.cancel()", "del iterator\ngc.collect()"])
-def test_who_lets_go_of_the_iterator_cancels(http: Http, tmp_path: Path, how: str) -> None:
+def test_dropping_the_iterator_cancels_the_call(http: Http, tmp_path: Path, how: str) -> None:
     path = tmp_path / "left"
     code = f"""
 iterator = call().exec(decoupled=True)
@@ -314,12 +314,12 @@ def test_a_cancelled_model_hears_of_it_and_what_it_still_sends_comes(
 
 
 @pytest.mark.parametrize("model", ITERATE)
-def test_what_has_ended_cannot_be_cancelled(http: Http, model: str) -> None:
+def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
     assert ran(http, model, ITERATOR[model] + CANCELS["after"], "a", "b") == ["a", "b", "empty"]
 
 
 @pytest.mark.parametrize("called", ["generator", "asynchronous", "ensemble"])
-def test_who_calls_sees_that_it_was_cancelled(http: Http, called: str) -> None:
+def test_the_caller_receives_the_cancellation(http: Http, called: str) -> None:
     code = f"""
 iterator = call({called!r}, outputs=()).exec(decoupled=True)
 seen.append(shown(next(iterator)))

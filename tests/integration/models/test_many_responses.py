@@ -135,7 +135,7 @@ def test_infer_as_lines(http: Http) -> None:
     assert [len(line["outputs"]) for line in lines] == [1, 1]
 
 
-def test_who_leaves_an_event_stream_cancels(server: Server) -> None:
+def test_closing_an_event_stream_cancels_its_request(server: Server) -> None:
     with server.http() as http:
         connection = http._connection
         body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))

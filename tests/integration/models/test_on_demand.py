@@ -101,7 +101,7 @@ def grpc_input() -> list[triton_grpc.InferInput]:
     return [infer_input]
 
 
-def test_what_is_not_loaded_is_ready(server: Server) -> None:
+def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
     """The server and the unloaded model are ready, and the index says so.
 
     Readiness checks load nothing.
@@ -234,7 +234,7 @@ def test_a_load_that_fails_is_the_answer_and_is_tried_again(
     assert answer(http, "broken") == 1
 
 
-def test_what_an_operator_unloads_stays_away(http: Http) -> None:
+def test_a_model_that_an_operator_unloads_stays_unloaded(http: Http) -> None:
     assert answer(http, "told") == 1
     http.unload("told").ok()
     assert http.infer("told", ASK).status == 404

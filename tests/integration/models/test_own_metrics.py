@@ -152,7 +152,7 @@ def test_a_model_sees_on_the_page_what_it_has_just_done(metered: Server, http: H
         http.infer("looking", {"inputs": [tensor]}).ok()
 
 
-def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None:
+def test_the_counts_of_a_dead_instance_stay(metered: Server, http: Http) -> None:
     meter(http, 3)
     before = metered.metric("metering_amounts", by="metering")
     (worker,) = metered.find("worker metering.1")

@@ -530,7 +530,7 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("between", [0, 2])
-def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between: int) -> None:
+def test_requests_of_an_old_generation_are_counted(explicit: Explicit, between: int) -> None:
     """Holds for any number of generations that ended in between without completing requests."""
     server, repository = explicit
     repositories.add(repository, "gated")
@@ -597,7 +597,7 @@ def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: Explicit) -> None:
+def test_configuration_errors_have_tritons_text(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
     with server.http() as http:

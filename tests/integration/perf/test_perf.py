@@ -251,7 +251,7 @@ def test_a_report_is_written_drawn_and_compared(
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_an_error_is_one_line(
     asked: Server,
     capsys: pytest.CaptureFixture[str],
     door: str,

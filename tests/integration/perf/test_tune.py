@@ -120,7 +120,7 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
         (("--p99=3", "--openai=chat"), "--openai: the settings of generative models"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_errors_of_tune_are_reported(
     flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "slow", *flags]) == 2

@@ -202,7 +202,7 @@ def has_history(server: Server, version: str) -> bool:
 
 
 @needs_chromium
-def test_what_hurts_comes_first_on_a_phone(server: Server, page: Page) -> None:
+def test_the_list_of_problems_comes_first_on_a_phone(server: Server, page: Page) -> None:
     server.find_one("worker half").kill()
     until("it is back", lambda: server.find("worker half"))
     page.size(390, 844, phone=True)

@@ -189,7 +189,7 @@ def test_counters_come_again_and_again(server: Server, events: EventReader) -> N
     assert after["pending"] == after["executing"] == 0
 
 
-def test_what_is_and_what_happens_are_printed(server: Server) -> None:
+def test_states_and_events_are_printed(server: Server) -> None:
     listed = run_command("events", f"--run-dir={server.run_dir}")
     assert listed.returncode == 0 and not listed.stderr
     for text in (" server: ready\n", " model simple version 1: READY\n", "scheduler simple: runs"):

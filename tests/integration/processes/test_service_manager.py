@@ -158,7 +158,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
     (short_folder / "http").unlink()
 
 
-def test_who_comes_while_models_load_waits_and_is_answered(
+def test_a_client_that_connects_during_a_load_is_answered_after_it(
     tmp_path: Path, short_folder: Path
 ) -> None:
     repository = tmp_path / "models"

@@ -136,7 +136,7 @@ def test_without_a_terminal_it_prints_once(server: Server) -> None:
     assert re.search(r"(?m)^simple +", printed.stdout) and "UNAVAILA" in printed.stdout
 
 
-def test_nobody_there_and_no_token(tmp_path: Path) -> None:
+def test_a_missing_server_and_a_missing_token_are_reported(tmp_path: Path) -> None:
     nobody = run_command("top", "--metrics-url=http://127.0.0.1:1")
     assert nobody.returncode == 1 and "] Connection refused; start a server by" in nobody.stderr
     assert len(nobody.stderr.splitlines()) == 1

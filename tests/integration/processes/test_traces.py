@@ -115,7 +115,7 @@ def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> Non
         assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
 
 
-def test_who_does_not_ask_is_not_told(http: Http) -> None:
+def test_no_explanation_without_the_parameter(http: Http) -> None:
     request = {"inputs": [json_input("X", ROW)], "parameters": {"explain": False}}
     assert "parameters" not in http.infer("one", request).ok().json()
 
@@ -131,7 +131,7 @@ def explained(server: Server, model: str, given: str = "X") -> Any:
     ("model", "given", "key", "inner"),
     [("both", "IN", "steps", ["one", "two"]), ("calls", "X", "calls", ["one"])],
 )
-def test_what_others_took_is_told(
+def test_the_time_of_inner_models_is_explained(
     server: Server, model: str, given: str, key: str, inner: list[str]
 ) -> None:
     explanation = explained(server, model, given)
@@ -458,7 +458,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
         ({"trace_rate": {}}, 400, "'trace_rate' must be a string"),
     ],
 )
-def test_what_is_no_setting_is_refused(
+def test_unknown_trace_settings_are_refused(
     server: Server, settings: dict[str, Any], status: int, says: str
 ) -> None:
     with server.http() as http:
@@ -616,7 +616,7 @@ def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> 
         assert TRACE not in {span.trace_id.hex() for span in spans_of(collected_spans, 8).values()}
 
 
-def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
+def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
     with collector() as collected_spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         trace_flags = (

@@ -52,7 +52,7 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_what_came_before_is_not_executed(
+def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
     """Section 3.8: the response is the same, its id the new request's."""

@@ -266,9 +266,7 @@ def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     assert np.shares_memory(array, np.frombuffer(copy, np.float32))
 
 
-def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
-    connection: ServerConnection, tmp_path: Path
-) -> None:
+def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_path: Path) -> None:
     """However many are cancelled at once."""
     count = 2 * MOST_ELEMENTS
     router = UntrustedRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)

@@ -168,7 +168,7 @@ ME = Peer(os.geteuid(), groups_of(os.geteuid()))
         (ListenerKind.REMOTE, False, Unsupported),
     ],
 )
-def test_who_has_shared_memory_over_which_listener(
+def test_which_listeners_have_shared_memory(
     kind: ListenerKind, allow: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
     """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
@@ -265,7 +265,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
     assert refused.status == 403
 
 
-def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
+def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
         refused = ClientIdentity(

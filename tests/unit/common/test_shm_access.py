@@ -49,7 +49,7 @@ def policy(**limits: int) -> ShmPolicy:
         (REMOTE, 1001, GROUP, 0o660, GROUP, Ownership(-1, GROUP, True)),
     ],
 )
-def test_whose_an_object_is(
+def test_the_owner_of_an_object(
     peer: Peer, uid: int, gid: int, mode: int, group: int, owner: Ownership | None
 ) -> None:
     """R5, row 16: the object must be the client's, or its group the configured one."""
@@ -61,7 +61,7 @@ def test_whose_an_object_is(
         assert ownership(peer, "/k", uid, gid, mode, group) == owner
 
 
-def test_who_may_use_a_region() -> None:
+def test_which_clients_may_use_a_region() -> None:
     mine = Ownership(1001, NO_GROUP, True)
     assert mine.admits(ALICE)
     assert not mine.admits(Peer(1002, (GROUP,)))

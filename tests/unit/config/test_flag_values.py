@@ -34,7 +34,9 @@ def test_the_size_of_the_cache() -> None:
         (["local,size=1"], 1, "Incompatible flags"),
     ],
 )
-def test_what_is_no_cache_is_refused(configs: list[str], byte_size: int | None, says: str) -> None:
+def test_wrong_cache_flags_are_refused(
+    configs: list[str], byte_size: int | None, says: str
+) -> None:
     """Section 3.8."""
     with pytest.raises(InvalidArgument, match=says):
         cache_byte_size(configs, byte_size)

@@ -276,7 +276,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_said(tmp_path: Path, mistake: str) -> None:
+def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
     read, text, said = MISTAKES[mistake]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)

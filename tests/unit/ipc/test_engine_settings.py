@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
-def test_what_is_wrong_is_named_with_what_is_allowed(case: str) -> None:
+def test_wrong_engine_settings_are_named_with_the_allowed_ones(case: str) -> None:
     given, text = WRONG[case]
     with pytest.raises(InvalidArgument) as caught:
         EngineSettings.of(given)

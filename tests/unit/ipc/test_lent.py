@@ -59,7 +59,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     assert memory.used == 0
 
 
-def test_what_is_lent_twice_is_given_back_twice(memory: LentMemory) -> None:
+def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
     block = lent(memory, READER)
     block.acquire()
     memory.lend(READER, block.memory_range, block)

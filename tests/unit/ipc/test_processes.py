@@ -36,7 +36,7 @@ def test_large_memory_is_given_back_when_it_is_freed() -> None:
     assert kept < 4 << 20
 
 
-def test_what_is_there_stays() -> None:
+def test_other_environment_variables_stay() -> None:
     before = {"HOME": "/root"}
     assert with_large_copies(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
     assert before == {"HOME": "/root"}

@@ -336,7 +336,7 @@ def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Cl
 
 
 @pytest.mark.parametrize("read", ["before", "after"])
-def test_what_is_read_after_a_loss_is_released_by_way_of_the_successor(
+def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
     client: Client, read: str
 ) -> None:
     """A link to the successor is opened for it if none exists."""

@@ -64,7 +64,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
         (HANDSHAKE + b"\x08\x00", "unknown flags"),
     ],
 )
-def test_what_is_not_spoken_here(data: bytes, why: str) -> None:
+def test_unsupported_zmtp_is_refused(data: bytes, why: str) -> None:
     decoder, messages = fed(data, [])
     assert why in decoder.broken and messages == []
 

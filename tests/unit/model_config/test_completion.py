@@ -160,7 +160,7 @@ def test_a_model_that_contradicts_its_configuration_is_refused(
     assert caught.value.message == f"{place(text)}{key}: {expected}"
 
 
-def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises() -> None:
+def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None:
     written = parse_pbtxt(
         'name: "m" max_batch_size: 2 input { name: "IN" format: FORMAT_NHWC dims: [-1, 3] } '
         'output { name: "MORE" } dynamic_batching { preferred_batch_size: 1 }'
@@ -213,7 +213,7 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
 
-def test_what_has_no_effect_is_listed() -> None:
+def test_fields_without_effect_are_listed() -> None:
     config = normalise(parse_pbtxt(RECORDED["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [
         "batch_input",
@@ -231,7 +231,7 @@ def test_what_has_no_effect_is_listed() -> None:
     assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []
 
 
-def test_what_can_hardly_be_meant_is_doubted() -> None:
+def test_unlikely_values_are_warned_of() -> None:
     written = parse_pbtxt(
         """instance_group [ { count: 2 }, { count: -1 } ]
         dynamic_batching { }

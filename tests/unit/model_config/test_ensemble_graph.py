@@ -141,7 +141,9 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
         ),
     ],
 )
-def test_what_does_not_fit(steps: tuple[str, ...], more: str, key: str, expected: str) -> None:
+def test_steps_that_do_not_fit_are_refused(
+    steps: tuple[str, ...], more: str, key: str, expected: str
+) -> None:
     with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$") as caught:
         composed(*steps, more=more)
     assert shown(caught.value.key).removeprefix("ensemble_scheduling.") == key

@@ -307,7 +307,7 @@ def test_reads_whatever_protobuf_writes_as_json(
 
 
 @given(configs)
-def test_what_is_printed_reads_back(config: ModelConfig) -> None:
+def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
     printed = to_dict(config)
     again = from_json(json.dumps(printed))
     assert to_dict(again) == printed

@@ -162,7 +162,7 @@ def test_unknown_schedules_are_rejected_by_name(text: str) -> None:
         loads_of(text, "concurrency", int)
 
 
-def test_nobody_measures_a_million_loads() -> None:
+def test_too_many_loads_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="1000000 loads, but at most 1000"):
         loads_of("1:1000000", "rate", float)
     with pytest.raises(InvalidArgument, match="--rate: 'inf'"):

@@ -176,7 +176,7 @@ def soaked(memory: list[float], descriptors: list[int], shm: list[float]) -> lis
         ([50.0] * 6, [9] * 6, [0.0, 0, 1, 1, 5, 5], ["/dev/shm: MB 1.0 -> 5.0"]),
     ],
 )
-def test_what_grows_in_a_soak(
+def test_growth_in_a_soak_is_reported(
     memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
@@ -193,7 +193,7 @@ def test_processes_that_came_later_are_left_out() -> None:
     assert resources.growth(samples) == []
 
 
-def test_what_this_process_has() -> None:
+def test_resources_of_this_process() -> None:
     usage = resources.sample(os.getpid())
     assert max(usage.memory_mb.values()) > 1
     assert max(usage.descriptors.values()) > 2

@@ -187,7 +187,7 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
         (cancelled,) = rig.submit()
         rig.client(m.Cancel(cancelled))
     (last,) = rig.submit()
-    assert len(rig.core._responses._order) < 2000
+    assert len(rig.core._responses._in_order) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
@@ -213,7 +213,7 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
     rig.supervisor(ProcessExited(101, ""))
     assert rig.workers.take() == [(peer, m.ReaderExited(101))]
     rig.start(1, 101)
-    assert rig.workers.take() == [] and rig.core.executions._early == {}
+    assert rig.workers.take() == [] and rig.core.executions._early_releases == {}
 
 
 def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
@@ -230,14 +230,14 @@ def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
     for pid in range(1000, 6000):
         rig.client(m.Release(pid, [0]))
     rig.client(m.Release(103, list(range(9000))))
-    assert len(rig.core.executions._unknown) == 4096
+    assert len(rig.core.executions._unknown_releases) == 4096
     rig.client(m.Release(102, [320, 384]))
     rig.supervisor(InstanceExpected(2, 102))
     for index, pid, offsets in ((0, 100, [64]), (1, 101, [128]), (2, 102, [320, 384])):
         peer = rig.start(index, pid)
         assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [at])) for at in offsets]
     rig.supervisor(ProcessExited(103, ""))
-    assert not rig.core.executions._early and not rig.core.executions._unknown
+    assert not rig.core.executions._early_releases and not rig.core.executions._unknown_releases
 
 
 def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> None:
@@ -247,7 +247,7 @@ def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> 
     assert rig.workers.take() == []
     rig.supervisor(InstanceExpected(0, 100))
     assert rig.workers.take() == [(b"0.100", m.ReleaseOutputs(7000, [64]))]
-    assert rig.core.executions._early == {}
+    assert rig.core.executions._early_releases == {}
 
 
 def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None:
@@ -260,7 +260,7 @@ def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None
     assert rig.workers.take() == [(first, m.ReaderExited(7000))]
     second = rig.start(1, 101)
     assert rig.workers.take() == [(second, m.ReaderExited(7000))]
-    assert rig.core.executions._early == {}
+    assert rig.core.executions._early_releases == {}
 
 
 def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
@@ -422,7 +422,7 @@ def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> 
     rig.supervisor(ProcessExited(7000, "signal 9"))
     rig.supervisor(*(ProcessExited(20_000 + pid, "") for pid in range(REMEMBERED_EXITS - 1)))
     rig.submit()
-    assert rig.core.live == 0
+    assert rig.core.live_requests == 0
 
 
 def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
@@ -793,7 +793,7 @@ def test_stopping_answers_everyone() -> None:
     assert rig.scheduler.stopped
     answer_types = {answer.id: type(answer) for answer in rig.answers()}
     assert answer_types[early] is m.Settled and answer_types[queued] is m.Failed
-    assert rig.core._responses.live == 0
+    assert rig.core._responses.live_requests == 0
 
 
 # --- models' own metrics -------------------------------------------------------------------------

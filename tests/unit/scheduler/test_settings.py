@@ -69,8 +69,8 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
     }
     policies = read({"dynamic_batching": block}, max_queue_size=100).policies
     assert list(map(policies.level, (0, 1, 2, 3, 4, 2**64 - 1))) == [2, 1, 2, 3, 2, 2]
-    assert policies.of(1) == policies.of(2) == LevelPolicy(max_queue_size=9)
-    assert policies.of(3) == LevelPolicy(default_timeout_microseconds=7, max_queue_size=100)
+    assert policies.policy(1) == policies.policy(2) == LevelPolicy(max_queue_size=9)
+    assert policies.policy(3) == LevelPolicy(default_timeout_microseconds=7, max_queue_size=100)
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_nothing_observed_is_no_value() -> None:
     assert Quantiles().report((0.5, 0.9), 77) == [[0.5, None], [0.9, None]]
 
 
-def test_what_is_older_than_a_minute_is_forgotten() -> None:
+def test_observations_older_than_a_minute_are_dropped() -> None:
     sketch = Quantiles()
     at = 1_000 * SECOND
     sketch.observe(100, at)

@@ -78,7 +78,7 @@ def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
     waiter.unwatch(first)
     os.write(writes, b"x")
     assert waiter.wait(time.monotonic_ns() + _WAITS_NS[0], 0) == []
-    assert list(waiter.takers) == [second]
+    assert list(waiter.handlers) == [second]
 
 
 @pytest.mark.usefixtures("low_descriptors_taken")

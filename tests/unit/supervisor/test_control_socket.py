@@ -112,7 +112,7 @@ async def test_all_must_acknowledge_that_are_there() -> None:
     assert changes.is_acknowledged(changes.begin(set()))
 
 
-def test_what_all_know_is_not_kept() -> None:
+def test_a_change_that_all_peers_know_is_dropped() -> None:
     """A program may stay for weeks and acknowledge nothing, and models come and go."""
     changes = Acknowledgements()
     number = changes.begin({1})

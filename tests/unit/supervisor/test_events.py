@@ -55,7 +55,7 @@ async def published(
 # --- who listens
 
 
-def test_what_subscribers_say() -> None:
+def test_subscribe_and_unsubscribe_frames() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.has_subscriber("models")
     assert subscriptions.update(b"\1mod") == ("mod", True)
@@ -114,7 +114,7 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
 
 
 @given(st.sets(st.integers(1, 60), min_size=1))
-def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
+def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
     lost = [gaps.before("models", number) for number in sorted(arrived)]
     assert lost[0] == 0  # what came before is nobody's loss
@@ -245,7 +245,7 @@ def test_no_server(run_dir: Path) -> None:
         EventReader(run_dir)
 
 
-def test_who_is_no_server(run_dir: Path) -> None:
+def test_a_publisher_that_is_no_server_is_refused(run_dir: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
         socket.bind(endpoints.events(run_dir))
         with EventReader(run_dir, [publications.MODELS]) as reader:

@@ -45,7 +45,7 @@ def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
     assert rate_limiter.capacity() == {R: 1, S: 4}
 
 
-def test_what_was_configured_is_the_capacity() -> None:
+def test_the_configured_amount_is_the_capacity() -> None:
     assert limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
     explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
     explicit.join(0, {0: Needs({R: 2, ("R", 1): 1}, 1)})
@@ -96,7 +96,7 @@ def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None
     assert abs(ran[0] - 2 * ran[1]) <= 3
 
 
-def test_who_needs_much_holds_up_nobody() -> None:
+def test_a_large_request_does_not_block_smaller_ones() -> None:
     """Rule 3.9.3: Triton tries only the first of those that wait."""
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small,) = rate_limiter.ask(1, 0, "small")
@@ -105,7 +105,7 @@ def test_who_needs_much_holds_up_nobody() -> None:
     assert rate_limiter.release(*small, True) == [(0, "large")]
 
 
-def test_who_needs_much_is_not_overtaken_for_ever() -> None:
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
     running = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
     rate_limiter.ask(0, 0, "large")
@@ -119,7 +119,7 @@ def test_who_needs_much_is_not_overtaken_for_ever() -> None:
     raise AssertionError("it still waits")
 
 
-def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
+def test_newcomers_owe_nothing_for_earlier_executions() -> None:
     rate_limiter = limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         rate_limiter.ask(0, 0, ticket)
@@ -140,7 +140,7 @@ def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
     assert 0 in firsts[1:]  # the newcomer does not run a thousand times first
 
 
-def test_what_is_granted_and_not_used_is_no_execution() -> None:
+def test_an_unused_ticket_counts_as_no_execution() -> None:
     rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
     for ticket in range(10):
         rate_limiter.ask(0, 0, ticket)

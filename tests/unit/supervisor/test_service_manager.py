@@ -85,7 +85,7 @@ async def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
     assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
 
 
-def test_what_it_has_no_room_for_waits_and_signs_of_life_are_left_out(
+def test_notifications_queue_up_without_watchdog_messages(
     heard: tuple[str, socket.socket],
 ) -> None:
     address, sock = heard
@@ -223,7 +223,7 @@ def test_sockets_are_taken_by_their_names() -> None:
         assert left == "[]"
 
 
-def test_what_does_not_listen_is_refused() -> None:
+def test_a_socket_that_does_not_listen_is_refused() -> None:
     with socket.socket() as sock:
         assert ask([sock], "http")[0] == (
             "LISTEN_FDS: descriptor 3 ('http') is not a listening socket"

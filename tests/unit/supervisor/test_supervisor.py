@@ -103,7 +103,7 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
     ]
 
 
-async def test_what_fails_in_the_background_is_logged_at_once(
+async def test_a_failure_in_the_background_is_logged_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fail() -> None:

@@ -75,7 +75,7 @@ async def test_it_ends_when_the_last_answer_comes_with_the_end() -> None:
     assert watching.cancelled()
 
 
-def test_nobody_is_asked_for_nobody() -> None:
+def test_no_liveness_check_without_a_watchdog() -> None:
     control, manager = MagicMock(), MagicMock(watchdog_s=0.0)
     asyncio.run(Watchdog(control, MagicMock(), manager).run())
     assert not control.mock_calls

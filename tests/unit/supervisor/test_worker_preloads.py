@@ -104,7 +104,7 @@ def test_one_model_that_may_import_torch_has_it_imported(
         ("m/1/config.json", "shmserve.workers.device:preload_text"),
     ],
 )
-def test_what_a_kind_of_file_needs_is_imported_after_torch(
+def test_the_library_for_a_kind_of_file_is_imported_after_torch(
     tmp_path: Path, file: str, module: str
 ) -> None:
     preloads = _preloads(tmp_path, {file: ""})

@@ -58,7 +58,7 @@ def ask(number: int, byte_size: int) -> LeaseWorkspace:
     return LeaseWorkspace(number, DEVICE, byte_size)
 
 
-def test_who_asks_waits_for_the_holder() -> None:
+def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.handle(10, ask(1, MB))
@@ -285,7 +285,7 @@ def test_only_the_owner_ends_a_lease() -> None:
     assert pool.drop(1) == [GrantedLease(2, 8, 0)]
 
 
-def test_who_asks_waits_while_the_memory_is_not_there() -> None:
+def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     """Leases end with it; who waits is granted, in order, when there is some again."""
     pool = WorkspacePool(CAPACITY)
     assert pool.ask(1, 7, CAPACITY) == []

@@ -281,7 +281,7 @@ def test_an_input_that_is_returned_stays_where_it_is(
 
 @pytest.mark.parametrize("size", [4, 8192])
 @pytest.mark.parametrize("names", ["one", "two"])
-def test_what_is_written_over_an_input_changes_no_other_output(
+def test_a_write_over_an_input_changes_no_other_output(
     worker: Rig, region: Region, size: int, names: str
 ) -> None:
     """The client uses the memory of its inputs for its outputs, and one output is a view of an
@@ -672,7 +672,9 @@ def test_a_wrong_number_of_answers(worker: Rig, result: Any, shown: str) -> None
         (torch.OutOfMemoryError("CUDA..."), "UNAVAILABLE", "not enough memory on device 'cpu'"),
     ],
 )
-def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, message: str) -> None:
+def test_exceptions_of_a_model_fail_the_request(
+    worker: Rig, error: BaseException, code: str, message: str
+) -> None:
     def fail(requests: list[Request]) -> list[Response]:
         raise error
 
@@ -757,7 +759,7 @@ def test_times_are_in_order(worker: Rig) -> None:
     )
 
 
-def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, region: Region) -> None:
+def test_outputs_for_a_dead_scheduler_are_not_written(worker: Rig, region: Region) -> None:
     """The request is retried elsewhere, so the memory of its output may contain other data by
     then.
     """

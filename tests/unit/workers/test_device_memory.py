@@ -636,7 +636,7 @@ def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
     assert not cuda.asked
 
 
-def test_what_cannot_be_pinned_is_used_all_the_same(cuda: FakeCuda) -> None:
+def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
     def nobody() -> FakeCuda:
         raise Unavailable("there is no driver")
 

@@ -50,7 +50,7 @@ RESPONSES = st.lists(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(responses=RESPONSES)
-def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -> None:
+def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> None:
     made: list[Response] = []
     worker.serve(FunctionBackend(worker.context, lambda requests: [made[-1]]), CONFIG)
     for count, (outputs, expected, parameters) in enumerate(responses * 3):

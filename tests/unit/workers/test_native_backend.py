@@ -379,7 +379,7 @@ class Model:
         ),
     ],
 )
-def test_what_is_missing_is_said(worker: Rig, text: str, shown: str) -> None:
+def test_missing_annotations_are_reported(worker: Rig, text: str, shown: str) -> None:
     write(worker, text)
     with pytest.raises(InvalidArgument) as caught:
         complete(worker)

@@ -156,7 +156,7 @@ def test_an_error_ends_it(worker: Rig, kind: str) -> None:
     assert model.responses(2) == [f"{FAILED}ValueError: before", "end"]
 
 
-def test_what_is_no_tensor_ends_it(worker: Rig) -> None:
+def test_a_yielded_value_that_is_no_tensor_ends_the_stream(worker: Rig) -> None:
     model = Model(worker, f"def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:\n    yield 'text'")
     model.begin(1)
     assert model.responses(1) == ["inference output 'output' is a str, not a tensor", "end"]
@@ -320,7 +320,7 @@ async def predict(self, x: {ARRAY}) -> {ARRAY}:
         (f"def predict(self, x: {ARRAY}) -> Iterator[int]:\n    yield x", "is not a tensor"),
     ],
 )
-def test_what_is_yielded_must_be_said(worker: Rig, body: str, shown: str) -> None:
+def test_a_generator_must_declare_its_values(worker: Rig, body: str, shown: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Model(worker, body)
     assert shown in caught.value.message

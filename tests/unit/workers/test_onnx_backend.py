@@ -186,7 +186,7 @@ def test_bf16_as_it_is(worker: Rig) -> None:
     np.testing.assert_array_equal(reply.array("s"), patterns)
 
 
-def test_what_a_run_raises_is_in_tritons_words(worker: Rig) -> None:
+def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
     save_sum(worker, ("batch", "n"))
     serve(worker)
     two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))

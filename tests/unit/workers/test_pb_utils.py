@@ -121,7 +121,7 @@ def test_dlpack_of_bf16() -> None:
     assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
-def test_what_dlpack_does_not_take() -> None:
+def test_unsupported_dlpack_tensors_are_refused() -> None:
     with pytest.raises(TritonModelException, match="does not have support for string tensors"):
         Tensor("x", np.array([b"a"], dtype=object)).to_dlpack()
     with pytest.raises(TritonModelException, match="Tensor must be a DLPack capsule"):
@@ -398,7 +398,7 @@ def test_bytes_are_taken_for_text() -> None:
         lambda: pb_utils.unload_model(b"\xff"),  # type: ignore[arg-type]
     ],
 )
-def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:
+def test_calls_with_wrong_arguments_are_a_type_error(call: Callable[[], object]) -> None:
     with pytest.raises(TypeError):
         call()
 
@@ -439,7 +439,7 @@ def test_a_config_is_filled_in() -> None:
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
-def test_what_is_written_and_agrees_stays() -> None:
+def test_equal_values_of_the_author_stay() -> None:
     written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
     configuration = config(
         input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}

@@ -125,7 +125,7 @@ def failed(text: str) -> str:
 # --- loading
 
 
-def test_what_a_model_is_started_with(model: Model) -> None:
+def test_the_arguments_of_initialize(model: Model) -> None:
     model.serve(
         """
         def initialize(self, args):
@@ -330,7 +330,7 @@ def test_errors_of_single_requests(model: Model) -> None:
     assert replies[0].message == "no"
 
 
-def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
+def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -593,7 +593,7 @@ def test_a_sender_is_not_waited_for_where_a_response_was_returned(model: Model) 
     assert model.ask(1, 2) == [[1], [2]]
 
 
-def test_what_was_sent_before_an_error_counts(model: Model) -> None:
+def test_responses_sent_before_an_error_count(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -785,7 +785,7 @@ def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, 
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
-def test_what_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
     model.serve(
         """
         tries = []

@@ -296,7 +296,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> None:
+def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 3))
     archive = worker.context.version_dir / "model.pt2"
     with zipfile.ZipFile(archive) as file:
@@ -443,7 +443,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     assert "dynamic_shapes" in refuses(worker, vectors({"image": 4}, {"y": 1}))
 
 
-def test_what_the_author_wrote_stays(worker: Rig) -> None:
+def test_completion_keeps_the_authors_values(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
     written = model_config([tensor_config("image", "FP32", [-1, 4])], [])
     completed = PytorchBackend(worker.context).complete_config(written)

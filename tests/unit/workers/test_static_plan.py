@@ -62,7 +62,7 @@ def test_the_plan_in_mb() -> None:
         {"allow_ragged_batch": True},
     ],
 )
-def test_what_is_not_fixed_is_not_planned(free: dict[str, Any]) -> None:
+def test_requests_of_variable_size_are_not_planned(free: dict[str, Any]) -> None:
     configuration = config()
     configuration["input"] = [configuration["input"][0] | free]
     assert plan(configuration) is None

@@ -145,6 +145,6 @@ def test_blocks_are_used_again_and_bounded() -> None:
     for block in first:
         assert block is not None
         block.release()
-    assert blocks.used == 10 * MB
+    assert blocks.used_bytes == 10 * MB
     assert all(blocks.allocate(0, 60 * MB) for _ in range(2)) and len(cuda.allocated) == 3
     assert blocks.allocate(0, 200 * MB) is None

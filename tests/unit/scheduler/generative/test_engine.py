@@ -86,7 +86,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     rig.drain()
     assert second.cached == 32
     assert rig.engine.counts.prefilled - before == 2
-    whole = submit(rig, prompt, 2, whole=True)
+    whole = submit(rig, prompt, 2, ignores_prefix_cache=True)
     rig.drain()
     assert whole.cached == 0
 
@@ -248,7 +248,7 @@ def test_a_request_that_is_over_leaves_nothing_in_the_engine() -> None:
         rig.engine.cancel(generation)
     rig.drain()
     engine = rig.engine
-    assert not (engine._beams or engine._acceptance or engine._begin or engine._ended)
+    assert not (engine._beams or engine._acceptance or engine._to_begin or engine._to_end)
 
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:

@@ -73,7 +73,7 @@ BULLETS = """
     SEQUENCES test_3_3_correlation_ids_of_every_datatype
     CONFIG test_sequences_are_checked
 3.3.11 what a step says of its sequence holds for the steps behind it
-    WHOLE test_what_a_step_says_of_its_sequence_holds_behind_it
+    WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.4.1 a row a slot, up to the highest with a request; null rows for those without
     STRATEGIES test_3_4_rows_are_slots_up_to_the_highest_with_a_request
     STRATEGIES test_3_4_shapes_of_who_waited_longest
@@ -127,18 +127,18 @@ BULLETS = """
 3.7.1 a step fires when all it reads is there; each response of a decoupled one for itself
     FLOW test_every_needed_step_runs_once_and_nothing_is_kept
     SERVED test_each_response_of_a_decoupled_step_is_a_response
-    GRAPH test_what_does_not_fit
+    GRAPH test_steps_that_do_not_fit_are_refused
     GRAPH test_an_ensemble_is_decoupled_if_a_step_is
 3.7.2 steps that no requested output needs do not run
     SERVED test_steps_that_no_requested_output_needs_do_not_run
 3.7.3 id, correlation id, flags, priority, timeout and parameters are forwarded to every step
-    SERVED test_what_a_request_says_is_forwarded_to_every_step
+    SERVED test_request_parameters_are_forwarded_to_every_step
     ENSEMBLE test_every_step_has_the_priority_of_the_request
-    WHOLE test_what_a_step_says_of_its_sequence_holds_behind_it
+    WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.7.4 steps with and without a batch dimension mix; none allows smaller batches
     SERVED test_batch_dimensions_are_added_and_taken_away
     GRAPH test_models_that_batch_and_models_that_do_not_may_mix
-    GRAPH test_what_does_not_fit
+    GRAPH test_steps_that_do_not_fit_are_refused
 3.7.5 errors have the ensemble's prefix once, and wait for steps that run; a deadlock is told
     SERVED test_errors_are_prefixed_by_each_ensemble
     ENSEMBLE test_an_error_waits_for_the_steps_that_run
@@ -152,7 +152,7 @@ BULLETS = """
     ENSEMBLE test_only_so_many_requests_of_a_step_at_a_time
     WHOLE test_only_so_many_requests_of_a_step_at_a_time
 3.7.8 what is checked at load
-    GRAPH test_what_does_not_fit
+    GRAPH test_steps_that_do_not_fit_are_refused
     CONFIG test_ensembles_are_checked
     CONFIG test_a_graph_that_is_a_circle_or_lacks_an_edge
 3.7.9 compute times are the steps' sums, one execution a request, never pending

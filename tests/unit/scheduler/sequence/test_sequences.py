@@ -251,7 +251,7 @@ def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
     rig.request(1, END)
     rig.done()
     rig.done()
-    assert not rig.runs() and rig.scheduler.live == 0
+    assert not rig.runs() and rig.scheduler.live_requests == 0
 
 
 def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: SequenceRig) -> None:
@@ -312,7 +312,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
     rig.supervisor(ProcessExited(7001, ""))
     while rig.runs():
         rig.done()
-    assert rig.scheduler.live == 0
+    assert rig.scheduler.live_requests == 0
 
 
 # --- 3.3: the end of a model ----------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_3_5_iterative_and_decoupled() -> None:
     rig.returned(peer, rig._running.pop(peer))
     kinds = [(type(answer).__name__, answer.final) for answer in rig.answers()]
     assert kinds == [("Responded", False), ("Responded", True)]
-    assert number and rig.scheduler.live == 0
+    assert number and rig.scheduler.live_requests == 0
     rig.request(0)
     assert rig.runs()
 

@@ -310,7 +310,7 @@ def test_one_less_where_it_was_not_needed_for_twenty_seconds() -> None:
     assert not looks(served(ScalingPolicy(2, 4)), 21, 2)
 
 
-def test_who_is_missed_soon_after_is_kept_for_longer() -> None:
+def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
     policy = served(ScalingPolicy(1, 4))
     looks(policy, 21, 2)
     policy.changed(21.2, 2, 1)
@@ -349,7 +349,7 @@ def test_one_at_a_time_within_the_bounds(
             count = change.total
 
 
-def test_what_a_scheduler_reports() -> None:
+def test_the_load_from_a_schedulers_report() -> None:
     statistics = {
         "success": 12,
         "cache_hit": 2,

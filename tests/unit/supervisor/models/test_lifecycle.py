@@ -108,7 +108,7 @@ def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
     assert second is not None and second.error is None
 
 
-def test_what_an_operator_says_of_a_model_on_demand_holds() -> None:
+def test_an_operators_order_holds_for_a_model_on_demand() -> None:
     """Once it is loaded it stays; where that fails, requests load it still. What is unloaded is not
     on demand, and neither are the ensembles that need it."""
     rig = on_demand("m", "s", "e")
@@ -247,7 +247,7 @@ def test_a_load_that_fails_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     assert not after.config.source["parameters"]["sent"]["string_value"]
 
 
-def test_what_a_request_unloaded_stays_away() -> None:
+def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
     """Whatever happens to its steps."""
     rig = ensemble("e")
     rig.lifecycle.unload("e")

@@ -98,7 +98,7 @@ def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
     assert tuple(with_files.message.removeprefix(UNREAD).splitlines()) == expected
 
 
-def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
+def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     plans = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }')
     (spec,) = plans.plan("m", "", {})
     with pytest.raises(InvalidArgument) as caught:

@@ -124,7 +124,7 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
 
 
 @pytest.mark.parametrize("at_load", [False, True])
-async def test_what_somebody_kills_is_not_given_up(
+async def test_killed_workers_are_always_restarted(
     monkeypatch: pytest.MonkeyPatch, at_load: bool
 ) -> None:
     """It starts again after longer and longer pauses, as often as that is; a crash of its own is
@@ -211,7 +211,7 @@ async def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
     assert order == [expected, "flushed", SchedulerLost(lost, model.endpoint)]
 
 
-async def test_who_waits_for_an_end_is_cancelled() -> None:
+async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None:
     """The others hear of it all the same."""
     processes = Processes()
     model = deployment(processes)

@@ -158,7 +158,7 @@ async def as_far_as_they_come() -> None:
         await turns()
 
 
-def test_who_loads_a_step_that_is_being_unloaded_is_answered() -> None:
+def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
     """The unload waits until all know that its ensemble is gone; the load comes after it."""
 
     async def story() -> None:
@@ -404,7 +404,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
     live(story)
 
 
-def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
+def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() -> None:
     """However often its process ends: that it is ready and known is asked at one moment."""
 
     async def story() -> None:
@@ -458,7 +458,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
     live(story)
 
 
-def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> None:
+def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     """Its long life is told once: a device that is free again a second later costs no model."""
 
     async def story() -> None:
@@ -616,7 +616,7 @@ def test_an_unload_gives_up_the_loads_that_have_not_begun_and_none_after_it() ->
     live(story)
 
 
-def test_who_cannot_be_waited_for_is_said_to_be_unavailable() -> None:
+def test_an_ensemble_without_its_step_is_unavailable() -> None:
     """An ensemble that serves and whose step has been taken away is not ready, and says why."""
 
     async def story() -> None:

@@ -249,7 +249,7 @@ def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
     assert (bare.backend, source) == ("", UNWRITTEN)
 
 
-def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_path: Path) -> None:
+def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_path: Path) -> None:
     texts = {
         "name": (
             '\n name: "other"',
@@ -410,7 +410,7 @@ def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
 
 
 @given(st.text("./a\\\0", max_size=12))
-def test_whatever_the_path_nothing_is_written_outside(
+def test_no_override_path_writes_outside(
     tmp_path_factory: pytest.TempPathFactory, path: str
 ) -> None:
     root = tmp_path_factory.mktemp("root")

@@ -153,7 +153,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     assert reasons == [[reason] for _, reason in cases]
 
 
-def test_who_takes_nothing_is_told_later_and_stops_nobody(
+def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler: Scheduler, folder: Folder
 ) -> None:
     scheduler.reads = False
@@ -441,7 +441,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a " * 20_000}, "tokens and one generated token exceed the limit of 512"),
     ],
 )
-def test_what_is_wrong_ends_the_request_and_nothing_else(
+def test_an_error_ends_only_its_own_request(
     scheduler: Scheduler, given: dict[str, Any], message: str
 ) -> None:
     scheduler.add(1, **given)

@@ -523,7 +523,7 @@ def test_one_of_several_templates_is_used(
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
     ],
 )
-def test_what_a_template_does_not_take_is_an_error(
+def test_messages_that_a_template_refuses_are_an_error(
     template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as raised:
