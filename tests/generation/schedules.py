@@ -186,7 +186,7 @@ class Schedule:
         asked: dict[int, Asked] = {}
         cancelled: set[int] = set()
         left = self._seats
-        while left or rig.engine.live:
+        while left or rig.engine.live_sequences:
             while left and draw.random() < 0.7:
                 left -= 1
                 request = draw.choice(requests())

@@ -131,7 +131,7 @@ class Simulation:
     def _arrive(self, _: None) -> None:
         self._queue.append(Item(self._now))
         self._here += 1
-        self._batcher.arrived(self._now, self._here)
+        self._batcher.record_arrival(self._now, self._here)
 
     def _wake(self, _: None) -> None:
         pass
@@ -163,7 +163,7 @@ class Simulation:
         latencies = [self._now - item.enqueued_ns for item in taken]
         self._run.latencies += latencies
         took = self._now - began
-        self._batcher.returned(self._now, self._here, len(taken), took, latencies)
+        self._batcher.record_batch(self._now, self._here, len(taken), took, latencies)
         if self._think is not None:
             for _ in taken[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)

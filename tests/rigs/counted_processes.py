@@ -318,10 +318,10 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
 
 
 def _turn(host: Host) -> None:
-    live = max([scheduler.live for scheduler in host._schedulers], default=0)
+    live = max([scheduler.live_requests for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
-        host._waiter.takers[fd]()
-    host._turn(NEVER)
+        host._waiter.handlers[fd]()
+    host._run_turns(NEVER)
 
 
 class _Transport(asyncio.Transport):

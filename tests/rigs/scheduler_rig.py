@@ -50,7 +50,7 @@ class Outbox:
         (received,) = frames.unpack(frames.pack([message]))
         self.posted.append((peer, received))
 
-    def to(self, peer: bytes) -> Callable[[Any], None]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], None]:
         return partial(self.post, peer)
 
     def take(self) -> list[tuple[bytes, Any]]:

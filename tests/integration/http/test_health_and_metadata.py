@@ -105,7 +105,7 @@ def test_a_model_describes_itself(http: Http) -> None:
         ("/metrics", "Not Found"),
     ],
 )
-def test_what_is_not_there(http: Http, path: str, error: str) -> None:
+def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
     reply = http.get(path)
     assert (reply.status, reply.error) == (404, error)
 
