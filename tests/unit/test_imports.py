@@ -57,7 +57,7 @@ def test_there_are_files_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+def test_a_room_imports_only_lower_rooms(room: str) -> None:
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(room)

@@ -85,7 +85,7 @@ def test_a_foreign_logging_setup_is_kept(capsys: Capture) -> None:
     assert root.level == logging.ERROR
 
 
-def test_every_process_says_what_it_was_told(capsys: Capture) -> None:
+def test_log_settings_reach_every_process(capsys: Capture) -> None:
     logs.configure("role", LogSettings())
     logs.apply(LogSettings(log_verbose_level=2))
     assert "log_verbose_level=2" in capsys.readouterr().err
@@ -244,7 +244,7 @@ def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:
     assert len(entry["MESSAGE"]) > 90 * 8000
 
 
-def test_a_journal_that_is_gone(
+def test_a_closed_journal(
     journal: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is written to stderr then, as it is where stderr is something else."""

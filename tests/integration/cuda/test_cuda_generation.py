@@ -86,7 +86,7 @@ def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "halves"])
-def test_texts_are_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
+def test_texts_equal_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
     alone = [text(server, model, prompt) for prompt in PROMPTS[:4]]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(lambda prompt: text(server, model, prompt), PROMPTS))

@@ -49,7 +49,7 @@ def ask(http: Http, model: str) -> Any:
     return http.infer(model, {"inputs": [json_input("IN", np.array([1], np.float32))]})
 
 
-def test_its_models_are_loaded_with_it_and_unloaded_with_them(http: Http) -> None:
+def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> None:
     """Section 1.8: loading an ensemble loads its step models.
 
     Unloading a step model unloads the ensemble, and loading the model again restores it.

@@ -185,7 +185,7 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
     assert values(after.result()) == [2]
 
 
-def test_a_client_that_leaves_cancels_the_step_under_way(server: Server) -> None:
+def test_a_disconnecting_client_cancels_the_running_step(server: Server) -> None:
     """The step's model detects the cancellation, and no later step runs."""
     with hanging_up(server, "watched", floats(1)) as leave:
         server.wait_log("it runs")

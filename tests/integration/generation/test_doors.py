@@ -50,7 +50,7 @@ def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> lis
 @pytest.mark.parametrize(
     ("model", "modes"), [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])]
 )
-def test_side_by_side_the_tokens_are_those_of_transformers(
+def test_concurrent_tokens_equal_those_of_transformers(
     generative: Server, greedy: Greedy, model: str, modes: list[str]
 ) -> None:
     # All prompts together need more blocks than the model "crowded" has, even with those on the
@@ -157,7 +157,7 @@ def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
     assert events[-1].choices[0].finish_reason == unary.choices[0].finish_reason
 
 
-def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
+def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
     unary = client.completions.create(**request, extra_body={"ignore_eos": True})
     texts = {0: "", 1: ""}
@@ -263,7 +263,7 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("prompt", [*PROMPTS, "", "  two spaces"])
-def test_texts_and_tokens_are_those_of_transformers(
+def test_tokenize_and_detokenize_equal_transformers(
     generative: Server, tokenizer: Any, prompt: str, special: bool
 ) -> None:
     body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
@@ -423,7 +423,7 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     assert word in text and word not in other
 
 
-def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
+def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 
     def ask(_: int) -> tuple[int, str | None]:

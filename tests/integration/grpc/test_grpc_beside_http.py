@@ -167,7 +167,7 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
     assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
-def test_an_overlap_in_a_stream_says_whose_it_is(
+def test_an_overlap_in_a_stream_names_its_request(
     server: Server, client: triton.InferenceServerClient
 ) -> None:
     """Also where the same request was understood before."""
@@ -409,7 +409,7 @@ def test_other_hosts_have_no_regions(
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
 
-def test_no_regions_for_anybody(tmp_path: Path) -> None:
+def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
     """`--allow-client-shm=false` closes loopback too."""
     repositories.add(tmp_path / "models", "identity")
     with (

@@ -321,7 +321,7 @@ def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> 
     assert left <= listed
 
 
-def test_the_example_draws_what_the_camera_sees() -> None:
+def test_the_example_draws_the_frames_of_the_camera() -> None:
     command = [sys.executable, str(ROOT / "examples" / "camera.py"), "--frames=5"]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert drawn.returncode == 0 and not drawn.stderr, drawn.stderr

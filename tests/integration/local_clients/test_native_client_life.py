@@ -76,7 +76,7 @@ def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Se
     assert gated.gate.is_idle()
 
 
-def test_a_future_ends_in_time_though_nobody_answers(
+def test_a_future_times_out_without_a_response(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     scheduler = gated.find_one("scheduler simple")
@@ -245,7 +245,7 @@ def _shared(process: psutil.Process) -> int:
     return held
 
 
-def test_a_killed_client_leaves_nothing(gated: Server, client: shmserve.client.Server) -> None:
+def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
     command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -298,7 +298,7 @@ def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> N
             child.kill()
 
 
-def test_a_forked_child_leaves_its_parents_connection_alone(
+def test_a_forked_child_does_not_use_its_parents_connection(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     x = np.ones((1, ROW), np.float32)
@@ -350,7 +350,7 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
             assert future.result(20)
 
 
-def test_a_client_that_nobody_closes(gated: Server) -> None:
+def test_a_client_that_is_never_closed(gated: Server) -> None:
     x = np.ones((1, ROW), np.float32)
 
     async def talk() -> np.ndarray:
@@ -491,7 +491,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     ],
     ids=["infer", "map", "stream"],
 )
-def test_a_callback_for_which_no_channel_is_left_is_refused_and_waits_for_nothing(
+def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     gated: Server,
     client: shmserve.client.Server,
     monkeypatch: pytest.MonkeyPatch,
@@ -568,7 +568,9 @@ def test_a_request_with_output_over_its_input_is_not_retried(
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_a_reload_under_load_fails_nobody(gated: Server, client: shmserve.client.Server) -> None:
+def test_a_reload_under_load_fails_no_request(
+    gated: Server, client: shmserve.client.Server
+) -> None:
     over = threading.Event()
     asked = 0
 

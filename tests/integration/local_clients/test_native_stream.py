@@ -99,7 +99,7 @@ def values(responses: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [0, 1, FIRST_CREDIT, 10 * FIRST_CREDIT + 1])
-def test_every_response_comes_in_order(client: shmserve.client.Server, count: int) -> None:
+def test_responses_arrive_in_order(client: shmserve.client.Server, count: int) -> None:
     responses = list(client.stream("repeat", **repeat(count)))
     assert values(responses) == [7 + n for n in range(count)]
     assert [int(response["IDX"][0]) for response in responses] == [*range(count)]
@@ -139,7 +139,7 @@ def test_large_responses_are_copied_out_of_the_workers_memory(
     assert [set(response["OUT"].tolist()) for response in responses] == [{n} for n in range(12)]
 
 
-def test_an_error_between_responses_does_not_end_them(client: shmserve.client.Server) -> None:
+def test_an_error_between_responses_does_not_end_the_stream(client: shmserve.client.Server) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"error no second one", b"3"])
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.ShmserveError, match="no second one"):
@@ -158,7 +158,7 @@ def test_wrong_stream_requests_are_refused_at_once(client: shmserve.client.Serve
     ("step", "says"),
     [(b"raise no third", "ValueError: no third"), (b"return", "without a final response")],
 )
-def test_a_thread_of_the_model_that_ends_between_responses_ends_them(
+def test_an_exiting_model_thread_ends_its_stream(
     client: shmserve.client.Server, step: bytes, says: str
 ) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"2", step, b"4"], timeout=10)
@@ -168,7 +168,9 @@ def test_a_thread_of_the_model_that_ends_between_responses_ends_them(
     assert list(stream) == []
 
 
-def test_a_worker_that_dies_between_responses_ends_them(client: shmserve.client.Server) -> None:
+def test_a_worker_that_exits_between_responses_ends_its_stream(
+    client: shmserve.client.Server,
+) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"die"])
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.ShmserveError, match="before this request's last response"):
@@ -180,7 +182,7 @@ def test_a_worker_that_dies_between_responses_ends_them(client: shmserve.client.
 # --- in a region
 
 
-def test_responses_in_a_region_come_one_by_one(
+def test_responses_in_a_region_arrive_one_by_one(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
     """What is read stays until the next is asked for."""

@@ -252,7 +252,7 @@ def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
 
 
 @needs_users
-def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: Path) -> None:
+def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folder: Path) -> None:
     """R9: during 200 requests, the client truncates, extends and punches the object.
 
     Requests fail or succeed, and no process exits.

@@ -75,7 +75,7 @@ def test_tritons_stream_client(server: Server) -> None:
     assert responses == {"a": [1, 2, 3, None], "b": [1, 2, 3, None]}
 
 
-def test_a_thousand_responses_come_in_order(server: Server) -> None:
+def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))

@@ -142,7 +142,7 @@ def test_the_text(metered: Server) -> None:
     assert amount.startswith('metering_amounts{by="other",unit="a \\"b\\"\\\\\\n"} ')
 
 
-def test_a_thread_of_the_model_changes_them(metered: Server) -> None:
+def test_a_thread_of_the_model_changes_its_metrics(metered: Server) -> None:
     until("the gauge is shown", lambda: metered.metric("ticks", **{"from": "thread"}) == 1000)
 
 

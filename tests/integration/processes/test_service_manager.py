@@ -36,7 +36,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_service_manager_hears_of_the_start_and_the_end(
+def test_a_service_manager_is_notified_of_start_and_stop(
     manager: Manager, repository: Path
 ) -> None:
     repositories.add_slow(repository, "slow")

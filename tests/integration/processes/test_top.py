@@ -110,7 +110,7 @@ def test_it_is_used_by_keys(server: Server) -> None:
         assert termios.tcgetattr(opened._theirs) == opened._modes, "the terminal is as it was"
 
 
-def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_top_continues_after_a_restart(tmp_path: Path) -> None:
     repositories.add(tmp_path / "models", "identity")
     first = Server([tmp_path / "models"]).wait_ready()
     first.wait_named()

@@ -134,7 +134,7 @@ def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
 # --- Triton's restricted APIs
 
 
-def test_restrictions_are_read_as_triton_reads_them() -> None:
+def test_restrictions_are_parsed_as_in_triton() -> None:
     flag = "--http-restricted-api"
     restrictions = parse_restrictions(
         flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"]

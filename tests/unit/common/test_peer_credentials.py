@@ -81,7 +81,7 @@ def test_another_user_of_a_loopback_connection() -> None:
 
 @needs_users
 @pytest.mark.usefixtures("way")
-def test_an_end_that_nobody_has_any_more_is_nobodys() -> None:
+def test_a_closed_socket_belongs_to_no_user() -> None:
     """The kernel reports a closed socket as root's.
 
     A client must not become root by disconnecting.
@@ -124,7 +124,7 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
         assert set(peer.groups) == {ALICE, FRIENDS, 77}
 
 
-def test_a_large_uid_is_nobody_elses() -> None:
+def test_a_large_uid_is_not_read_as_a_special_value() -> None:
     """Read as a signed number, it would be one of the values for all users or no user."""
     assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
 
@@ -274,7 +274,7 @@ def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:
         assert (refused.status if refused else 0) == status
 
 
-def test_any_host_is_admitted_if_the_operator_says_so() -> None:
+def test_any_host_name_is_admitted_if_configured() -> None:
     listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
     caller = ClientIdentity(listener, Unix(1))
     assert caller.find_host_error(CIMultiDict({"Host": "evil.example"})) is None

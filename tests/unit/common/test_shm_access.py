@@ -124,7 +124,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
     assert not quota._held
 
 
-def test_the_server_pays_until_the_object_is_gone() -> None:
+def test_the_quota_is_charged_until_the_object_is_removed() -> None:
     """R10: unregistering frees no pages and therefore no quota; removing the object does."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     with SharedObject(4096) as shared_object:

@@ -89,7 +89,7 @@ def test_an_error_names_file_line_key_and_what_is_allowed(
     assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {says}")
 
 
-def test_all_that_is_wrong_is_said_at_once(
+def test_all_errors_are_reported_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "shmserve.yaml"

@@ -52,7 +52,7 @@ def test_a_resource_is_every_devices_one_devices_or_global() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "R", "R:", ":3", "R:x", "R:1:", "R:1:x", "R:-1", "R:1:2:3"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_malformed_resources_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--rate-limit-resource: "):
         parse_resources([text])
 

@@ -46,7 +46,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_gives_what_the_file_does_not(profile: str) -> None:
+def test_a_profile_sets_what_the_file_does_not(profile: str) -> None:
     settings = EngineSettings.of({"profile": profile})
     for name, value in PROFILES[profile].items():
         assert getattr(settings, name) == value

@@ -113,5 +113,5 @@ def test_releases_name_each_process_once_and_no_client() -> None:
 
 
 @pytest.mark.parametrize("data", [[], [b"x"], [None], [[b"", 0, 0]], [[b"\xc1", 0, 0]], [7]])
-def test_data_without_places_release_nothing(data: list[Any]) -> None:
+def test_data_without_memory_ranges_release_nothing(data: list[Any]) -> None:
     assert unread(data) == []

@@ -29,7 +29,7 @@ print(held, resident() - before)
 """
 
 
-def test_large_memory_is_given_back_when_it_is_freed() -> None:
+def test_freed_large_memory_is_unmapped() -> None:
     ran = run_python("-c", _FRAMES, check=True)
     held, kept = map(int, ran.stdout.split())
     assert held >= 12 * 8 << 20

@@ -28,7 +28,7 @@ CUTS = st.lists(st.integers(0, 100_000), max_size=12)
 
 
 @given(BODIES, CUTS)
-def test_messages_come_out_however_they_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
     data = HANDSHAKE + b"".join(map(framed, bodies))
     decoder, messages = fed(data, cuts)
     assert not decoder.broken and messages == bodies

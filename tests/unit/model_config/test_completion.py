@@ -97,7 +97,7 @@ def test_resolves_instances(
     assert found == expected
 
 
-def test_the_servers_defaults_fill_only_what_a_model_leaves_open() -> None:
+def test_the_servers_defaults_fill_only_unset_fields() -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
 
     def filled(text: str) -> ModelConfig:
@@ -252,7 +252,7 @@ def test_unlikely_values_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(("written", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
-def test_a_model_says_its_instances_where_its_author_wrote_none(written: str, count: int) -> None:
+def test_a_model_sets_its_instances_if_the_configuration_does_not(written: str, count: int) -> None:
     config, source = read_pbtxt(f'backend: "native" {written}', "m/config.pbtxt")
     said = {"instance_group": [{"count": 3}]}
     merged = merge_autocomplete(normalise(config, "m", 0), said, source)

@@ -165,7 +165,7 @@ def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> Non
     assert full.HasField("model_transaction_policy")
 
 
-def test_one_stream_may_meet_what_there_is_one_of() -> None:
+def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
     """A decoupled tensor may meet tensors that exist once per request.
 
     Triton rejects this, because it counts the ensemble's inputs as another stream.

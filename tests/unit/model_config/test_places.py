@@ -145,7 +145,7 @@ def test_points_into_json(text: str, expected: str) -> None:
     assert line.startswith(f"{at}{expected}: ")
 
 
-def test_a_configuration_that_nobody_wrote_has_keys_alone() -> None:
+def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
     config = normalise(ModelConfig(backend="python", max_batch_size=-1), "m", 0)
     with pytest.raises(InvalidArgument, match=r"\Amax_batch_size: 'max_batch_size' must be non-"):
         validate(config, gpu_count=0, complete=True)

@@ -118,9 +118,7 @@ def first(schedule: Iterator[int], count: int) -> list[int]:
 
 
 @given(RATES, st.sampled_from(sorted(KINDS)), st.integers(0, 9))
-def test_a_schedule_never_goes_back_and_is_the_same_each_time(
-    rate: float, kind: str, seed: int
-) -> None:
+def test_a_schedule_is_monotonic_and_reproducible(rate: float, kind: str, seed: int) -> None:
     intervals = first(KINDS[kind](rate, seed), 50)
     assert intervals == sorted(intervals)
     assert intervals[0] >= 0

@@ -85,7 +85,7 @@ def test_one_slow_size_does_not_change_the_others() -> None:
     assert time.expected_ns(4) == pytest.approx(10 * MS, rel=0.1)
 
 
-def test_one_size_tells_nothing_of_the_slope() -> None:
+def test_one_batch_size_determines_no_slope() -> None:
     time = SizeTimes(512)
     for _ in range(50):
         time.observe(4, 10 * MS)
@@ -316,7 +316,7 @@ def test_every_decision_is_legal_and_every_wait_ends(
 
 
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])
-def test_clients_that_wait_for_responses_get_more_of_them(clients: int) -> None:
+def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
     """The throughput exceeds that of both fixed strategies, within the target."""
     runs = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
@@ -330,7 +330,7 @@ def test_clients_that_wait_for_responses_get_more_of_them(clients: int) -> None:
 
 @pytest.mark.parametrize("clients", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("pause_ms", [2, 4, 8])
-def test_where_requests_come_scattered_waiting_costs_little(clients: int, pause_ms: float) -> None:
+def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) -> None:
     runs = [
         Simulation(batcher, linear(4.3, 0.4, noise=0.3)).closed_loop(
             clients, 300 * clients, scattered(pause_ms)
@@ -340,7 +340,7 @@ def test_where_requests_come_scattered_waiting_costs_little(clients: int, pause_
     assert runs[0].per_second > 0.97 * runs[1].per_second
 
 
-def test_a_lone_client_waits_for_nobody() -> None:
+def test_a_single_client_is_not_delayed() -> None:
     run, eager = (
         Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
         for batcher in (adaptive(100), fixed(0))

@@ -31,7 +31,7 @@ def part(number: int, response: bytes = b"part", final: bool = False) -> m.Respo
 # --- responses ------------------------------------------------------------------------------------
 
 
-def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_request() -> None:
+def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() -> None:
     rig, peer, number, key = started()
     for text in (b"a", b"b"):
         rig.respond(peer, key, text)
@@ -43,7 +43,7 @@ def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_reque
     assert rig.report()["shmserve"]["malformed"] == 1
 
 
-def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
+def test_an_end_before_execute_returns_contains_the_duration() -> None:
     """An ensemble sums the durations of its steps."""
     rig, peer, _, key = started()
     rig.pass_time(3 * MS)
@@ -53,7 +53,7 @@ def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
     assert (end.input_ns, end.infer_ns, end.output_ns) == (0, 3 * MS, 0)
 
 
-def test_an_end_may_come_alone_and_without_any_response() -> None:
+def test_an_end_may_arrive_without_any_response() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key, b"", final=True)
     assert rig.answers() == [part(number, b"", final=True)]
@@ -104,7 +104,7 @@ def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
     assert rig.report()["shmserve"]["executing"] == 1
 
 
-def test_responses_may_all_come_before_execute_returns() -> None:
+def test_all_responses_may_arrive_before_execute_returns() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)

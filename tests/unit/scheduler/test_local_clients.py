@@ -77,7 +77,7 @@ def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
     assert rules.validate(FIRST, submit, NOW).deadline_ns == NOW + 400_000
 
 
-def test_a_trace_goes_on_if_it_is_one() -> None:
+def test_a_valid_trace_context_is_continued() -> None:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
     trace = TraceContext.new().message

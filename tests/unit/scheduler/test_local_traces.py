@@ -38,7 +38,7 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
     return Submit(number, b"", [], arrived_ns, 0, 0, 0, "id", trace=trace)
 
 
-def test_nothing_is_made_where_nobody_asks() -> None:
+def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
     assert not local_traces.active
     asked = submit(1, CALLER.message)
@@ -47,7 +47,7 @@ def test_nothing_is_made_where_nobody_asks() -> None:
     assert not control_link and not local_traces.measured
 
 
-def test_one_of_so_many_is_told() -> None:
+def test_one_of_every_trace_rate_requests_is_reported() -> None:
     local_traces, control_link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
     assert local_traces.active
     for number in range(1, 5):
@@ -76,7 +76,7 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
     assert len(control_link) == 1 + sampled
 
 
-def test_slow_ones_are_told_at_their_last_response() -> None:
+def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces, control_link = traces(slow_ms=100)
     quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
     for request in (quick, slow, failing, gone):

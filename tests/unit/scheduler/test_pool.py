@@ -60,7 +60,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     assert slot is not None and pool.free
 
 
-def test_an_offer_of_a_process_that_is_gone_is_forgotten(pool: Pool) -> None:
+def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
     pool.register_worker(0, b"0.100", 100)
     assert pool.process_exited(100) is None
     pool.announce(0, 100)
@@ -150,7 +150,7 @@ def test_without_a_limit_nothing_is_overdue(pool: Pool) -> None:
     assert pool.due_ns == NEVER
 
 
-def test_it_has_failed_while_every_instance_is_gone(pool: Pool) -> None:
+def test_a_pool_fails_while_it_has_no_instance(pool: Pool) -> None:
     assert pool.failure == ""
     ready(pool, 0, 100)
     ready(pool, 1, 101)
@@ -185,7 +185,7 @@ def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
     assert SLOT[state]["exit"] is SlotState.EXPECTED
 
 
-def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
+def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
     pool = Pool(LIMIT)
     ready(pool)
     assert not pool.least_busy(4), "an idle instance is no busy one"
@@ -250,7 +250,7 @@ def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more(pool: Pool)
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 
 
-def test_one_that_retires_before_it_has_come_is_gone_at_once(pool: Pool) -> None:
+def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -> None:
     pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
@@ -258,7 +258,7 @@ def test_one_that_retires_before_it_has_come_is_gone_at_once(pool: Pool) -> None
     assert counts(pool) == {}
 
 
-def test_one_that_dies_while_it_retires_is_gone(pool: Pool) -> None:
+def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
     ready(pool)
     batch = execution()
     pool.assign(batch)

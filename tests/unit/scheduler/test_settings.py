@@ -125,7 +125,7 @@ def test_the_strategy_is_read(strategy: str, delay_ns: int, target_ns: int) -> N
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-1", "inf", "nan", None])
-def test_a_limit_that_is_no_number_leaves_the_servers(value: str | None) -> None:
+def test_an_invalid_execution_timeout_keeps_the_servers(value: str | None) -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": value}}}
     assert read(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
 

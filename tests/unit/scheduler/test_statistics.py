@@ -174,7 +174,7 @@ def test_a_histogram_counts_a_bound_as_within_it() -> None:
     }
 
 
-def test_service_time_says_when_to_come_back() -> None:
+def test_service_time_determines_when_to_retry() -> None:
     service_time = ServiceTime()
     assert service_time.drain_s(1000, 1) == 1
     for _ in range(100):

@@ -79,7 +79,7 @@ def test_a_cancelled_request_counts_once_where_it_was() -> None:
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
-def test_a_model_may_say_itself_that_it_was_cancelled() -> None:
+def test_a_model_may_report_its_own_cancellation() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 0)
     give(rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True)

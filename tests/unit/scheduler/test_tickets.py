@@ -25,7 +25,7 @@ def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **more: A
     return rig
 
 
-def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
+def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
     """Section 3.9."""
     rig = limited({})
     rig.submit()
@@ -111,7 +111,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     assert len(rig.executes()) == 1
 
 
-def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
+def test_an_unneeded_ticket_is_returned() -> None:
     rig = limited()
     (number,) = rig.submit()
     rig.client(Cancel(number))
@@ -119,7 +119,7 @@ def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
     assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 
 
-def test_a_worker_that_dies_gives_back_what_it_had() -> None:
+def test_tickets_of_an_exited_worker_are_returned() -> None:
     rig = limited(None, 2)
     rig.submit()
     rig.supervisor(m.TicketGranted(1))
@@ -152,7 +152,7 @@ def test_sequences_ask_for_the_instance_of_their_slot() -> None:
     assert rig.execute()[0] == b"0.100"
 
 
-def test_without_the_limiter_nobody_is_asked() -> None:
+def test_without_the_limiter_no_tickets_are_requested() -> None:
     rig, _ = ready_rig()
     rig.submit()
     rig.execute()

@@ -162,7 +162,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
 
 
 @pytest.mark.parametrize(("tensors", "told"), [(2000, True), (20_000, False)])
-async def test_a_model_with_many_inputs_costs_nobody_the_connection(
+async def test_a_model_with_many_inputs_ends_no_connection(
     folder: Path, tensors: int, told: bool
 ) -> None:
     """Neither who is there when it is loaded, nor who comes later."""

@@ -14,7 +14,7 @@ from shmserve.supervisor.host import run_directory
 from shmserve.supervisor.host.run_directory import RunDirectory
 
 
-def test_a_fresh_one_is_private_and_goes_away() -> None:
+def test_a_new_run_directory_is_private_and_removed_at_the_end() -> None:
     directory = RunDirectory(None)
     assert directory.path.stat().st_mode & 0o777 == 0o700
     directory.remove()
@@ -130,7 +130,7 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
     os.close(first.lock_fd)
 
 
-def test_a_second_server_says_where_it_is(
+def test_a_second_server_names_the_run_directory_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

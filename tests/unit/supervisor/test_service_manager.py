@@ -29,7 +29,7 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         yield address, sock
 
 
-def test_it_hears_each_state_once(heard: tuple[str, socket.socket]) -> None:
+def test_each_state_is_notified_once(heard: tuple[str, socket.socket]) -> None:
     address, sock = heard
     environment = {"NOTIFY_SOCKET": address, "OTHER": "1"}
     manager = ServiceManager.from_environment(environment)
@@ -119,7 +119,7 @@ def test_notifications_queue_up_without_watchdog_messages(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
-def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> None:
+def test_a_flush_returns_when_no_notification_waits(heard: tuple[str, socket.socket]) -> None:
     address, sock = heard
     count = 40  # as above
 
@@ -146,7 +146,7 @@ def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> No
 
 
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
-def test_without_one_nothing_is_said(address: str | None) -> None:
+def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.ready("a")
     asyncio.run(asyncio.wait_for(manager.flushed(), 1))

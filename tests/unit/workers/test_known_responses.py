@@ -85,7 +85,7 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
 
 
 @pytest.mark.parametrize("or_input", [False, True])
-def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) -> None:
+def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input: bool) -> None:
     """An unchanged input may stay in place.
 
     A copy of it, or an array of another shape or byte order, is written to the requested range.
@@ -142,7 +142,7 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
         assert reply.code == code
 
 
-def test_requests_that_only_say_other_things_are_read_once(
+def test_requests_that_differ_outside_the_schema_are_parsed_once(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids, sequences and limits are outside the packed schema, and each request has its own."""

@@ -424,7 +424,7 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
     ],
 )
-def test_results_that_are_not_what_was_said(
+def test_results_that_contradict_their_annotations(
     worker: Rig, annotation: str, value: str, shown: str
 ) -> None:
     write(

@@ -162,7 +162,7 @@ def test_a_yielded_value_that_is_no_tensor_ends_the_stream(worker: Rig) -> None:
     assert model.responses(1) == ["inference output 'output' is a str, not a tensor", "end"]
 
 
-def test_a_client_that_leaves_closes_a_generator(worker: Rig) -> None:
+def test_a_disconnecting_client_closes_the_generator(worker: Rig) -> None:
     body = f"""
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     try:
@@ -181,7 +181,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     assert model.said == ["closed"]
 
 
-def test_a_client_that_leaves_cancels_what_an_asynchronous_one_waits_for(worker: Rig) -> None:
+def test_a_disconnecting_client_cancels_the_asynchronous_generator(worker: Rig) -> None:
     body = f"""
 async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
     try:
@@ -228,7 +228,7 @@ def load(self, context):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_model_says_whether_it_is_ready(worker: Rig, kind: str, stream: bool) -> None:
+def test_a_model_reports_whether_it_is_ready(worker: Rig, kind: str, stream: bool) -> None:
     result = "AsyncIterator" if stream else ""
     body = f"""
 async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRAY}:

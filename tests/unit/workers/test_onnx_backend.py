@@ -105,7 +105,7 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
     region.close()
 
 
-def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(worker: Rig) -> None:
+def test_an_output_shape_that_contradicts_the_file_is_accepted(worker: Rig) -> None:
     """The file declares `s` as long as `a`, but `s` has only the non-zero elements of `a`."""
     save(
         worker.context.version_dir,

@@ -79,7 +79,7 @@ def test_no_tensor_of_other_types(array: Any) -> None:
         Tensor("x", array)
 
 
-def test_no_tensor_of_something_else() -> None:
+def test_a_tensor_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
@@ -193,7 +193,7 @@ def test_errors(code: str, status: int) -> None:
     assert to_model(to_server(error)).code() is error.code()
 
 
-def test_an_error_is_internal_unless_it_says_otherwise() -> None:
+def test_an_error_without_a_code_is_internal() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
     assert to_model(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
     for wrong_value in ((3,), ("a", 3)):
@@ -216,7 +216,7 @@ def test_responses() -> None:
     assert str(to_response(failed).error) == "no"
 
 
-def test_no_response_of_something_else() -> None:
+def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))

@@ -319,7 +319,7 @@ def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
     assert not exploded.exists()
 
 
-def test_arguments_that_are_given_by_name_only(worker: Rig) -> None:
+def test_keyword_only_arguments(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n"
@@ -666,7 +666,7 @@ def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> No
     region.close()
 
 
-def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
+def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n"

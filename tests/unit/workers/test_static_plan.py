@@ -252,7 +252,9 @@ def test_a_model_that_cannot_be_recorded_runs_without(
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
-def test_where_there_can_be_none_it_is_said(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_static_plan_is_reported(
+    worker: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text

@@ -129,7 +129,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     assert rig.ensemble.live_requests == 0
 
 
-def test_an_output_that_never_comes_is_a_deadlock() -> None:
+def test_a_missing_output_is_a_deadlock() -> None:
     """Section 3.7: the error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])

@@ -66,7 +66,7 @@ def test_a_response_that_is_an_error_is_granted_on() -> None:
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
 
 
-def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
+def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     """The worker has exited right after its response. Other requests continue."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
@@ -195,7 +195,7 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
 
 
-def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
+def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     """The worker's block is released, too."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()

@@ -35,7 +35,7 @@ def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
     assert pool.allocate(4) == [0, 1, 2, 3]
 
 
-def test_a_table_grows_in_place_and_a_new_one_leaves_it_room() -> None:
+def test_a_table_grows_in_place() -> None:
     pool = BlockPool(16)
     first = pool.allocate(2)
     second = pool.allocate(2)

@@ -127,7 +127,7 @@ def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
     assert times.fitting_tokens(StepWork(8, 16), 0, 5.0) == 0
 
 
-def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> None:
+def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
     """At the end of the prompt, attention costs as much as the linear layers, as on a CPU."""
 
     def took_ms(load: StepWork) -> float:

@@ -134,7 +134,7 @@ def update(version: ModelVersion, count: int) -> InstanceUpdate:
     return updated
 
 
-async def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
+async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await serving(processes, 2)

@@ -75,7 +75,7 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_wrong_version_is_told_from_a_wrong_file(tmp_path: Path) -> None:
+def test_errors_of_a_version_and_of_the_file_have_other_types(tmp_path: Path) -> None:
     error = refusal(planner(tmp_path, "\n instance_group { kind: KIND_GPU }\noutput { dims: 1 }"))
     assert isinstance(error, InvalidArgument)
     assert error.message.removeprefix(FAILED) == (

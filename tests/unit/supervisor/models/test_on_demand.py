@@ -82,7 +82,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     assert not any(map(idle, free()))
 
 
-def test_an_ensemble_leaves_with_its_steps_when_it_is_its_turn() -> None:
+def test_an_ensemble_is_unloaded_with_its_steps() -> None:
     models = [
         Resident("step", 4, used_ns=1, users=frozenset({"ensemble"})),
         Resident("ensemble", 0, used_ns=2),

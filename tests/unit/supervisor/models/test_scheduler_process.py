@@ -50,7 +50,7 @@ def test_a_former_successor_receives_no_counts() -> None:
     assert second.base == {"success": 1}
 
 
-def test_one_that_takes_over_restores_the_snapshot_and_is_told_the_base() -> None:
+def test_a_successor_restores_the_snapshot_and_receives_the_base() -> None:
     first, second = Scheduler(), Scheduler()
     first.count(2)
     first.counts.be_base_of(second.counts)

@@ -114,7 +114,7 @@ async def test_register_and_unregister() -> None:
     assert office.published[-1] == m.RegionDrained(memory.id, 1)
 
 
-async def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
+async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
     office = Office()
     handle = CudaHandle(HANDLE, 0)
     for _ in range(2):
@@ -334,7 +334,9 @@ def test_a_handle_that_workers_refuse_is_refused() -> None:
         Workers({}, {}).check(2)
 
 
-def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_handle_is_opened_by_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Workers({}, {}).check(0)
     monkeypatch.setattr(opener, "_PATIENCE_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)

@@ -152,7 +152,7 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
         assert f"{name} is missing" in raised.value.message
 
 
-def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
+def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     checkpoint = Checkpoint.open(path)

@@ -33,7 +33,7 @@ def cleared() -> None:
     schedules.alone.cache_clear()
 
 
-def test_texts_are_distributed_as_those_of_transformers() -> None:
+def test_texts_are_distributed_as_with_transformers() -> None:
     assert sampling.run(512)
 
 
