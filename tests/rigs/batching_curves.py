@@ -63,7 +63,9 @@ def by(ms: Callable[[int], float]) -> tuple[float, ...]:
 
 
 def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
-    """Return a curve with `low_ms` up to the size `at`, `high_ms` above it, and `each_ms` per row."""
+    """Return a curve with `low_ms` up to the size `at`, `high_ms` above it, and `each_ms` per
+    row.
+    """
     return by(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
 
 

@@ -25,7 +25,9 @@ CONFIG = model_config(
 
 
 class Peer:
-    """A bound socket. Received messages are taken in order; messages are sent to the last sender."""
+    """A bound socket. Received messages are taken in order; messages are sent to the last
+    sender.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -57,7 +59,9 @@ class Peer:
 
 
 class CalledModels:
-    """The models that a model under test calls. They run in this thread, the model in another one."""
+    """The models that a model under test calls. They run in this thread, the model in another
+    one.
+    """
 
     def __init__(self, folder: Path, control: Router):
         self._folder = folder

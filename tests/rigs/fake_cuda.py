@@ -109,7 +109,9 @@ class FakeCuda:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
-        """Pin memory as `Cuda` does, and refuse empty memory, which breaks the driver's next call."""
+        """Pin memory as `Cuda` does, and refuse empty memory, which breaks the driver's next
+        call.
+        """
         assert byte_size and address not in self.pinned
         if self.broken:
             raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
@@ -130,7 +132,9 @@ class FakeCuda:
 
 
 class FakeExporting:
-    """An implementation of `shmserve.ipc.memory.cuda_ipc.Exporting` whose memory `cuda` can open."""
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.Exporting` whose memory `cuda` can
+    open.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda

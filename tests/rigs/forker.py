@@ -95,7 +95,9 @@ def forker(entry: str = GATEWAY) -> Forker:
 
 
 def main(link_fd: int, entry: str) -> None:
-    """Import the entry point, and fork processes until the socket ends; then end the forked ones."""
+    """Import the entry point, and fork processes until the socket ends; then end the forked
+    ones.
+    """
     if entry == WORKER:
         with contextlib.suppress(ModuleNotFoundError):  # for models that need it, as a zygote
             importlib.import_module("torch")

@@ -85,7 +85,9 @@ class Puppet(threading.Thread):
 
 
 class Scheduler:
-    """A scheduler that answers with `compute` at once, or keeps the messages while `held` is True."""
+    """A scheduler that answers with `compute` at once, or keeps the messages while `held` is
+    True.
+    """
 
     def __init__(self, run_dir: Path, number: int, compute: Compute) -> None:
         self.endpoint = endpoints.scheduler(run_dir, number)
@@ -214,7 +216,9 @@ class Rig:
         self._puppet.call(act)
 
     def apply(self, make: Callable[[int], Any]) -> None:
-        """Send a message of the supervisor that is acknowledged, and wait for the acknowledgement."""
+        """Send a message of the supervisor that is acknowledged, and wait for the
+        acknowledgement.
+        """
         number = 1000 + len(self.received)
         self.send(make(number))
         until("it is acknowledged", lambda: Acknowledged(number) in self.received)

@@ -36,7 +36,9 @@ ALL = (
 
 
 def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
-    """Return a request. Arguments that are inputs of the model are tensors, all others parameters."""
+    """Return a request. Arguments that are inputs of the model are tensors, all others
+    parameters.
+    """
     inputs: list[TensorRef] = [
         tensor(name, np.array([given.pop(name).encode()], object))
         for name in ("text_input", "messages")

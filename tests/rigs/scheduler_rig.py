@@ -214,7 +214,9 @@ class Rig:
         self.worker(peer, m.ExecutionResponded(key=key, **{**given, **fields}))
 
     def returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
-        """Report that `execute` of a decoupled model returned; all requests but `ended` continue."""
+        """Report that `execute` of a decoupled model returned; all requests but `ended`
+        continue.
+        """
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, list(replies)))
 
@@ -260,7 +262,9 @@ def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
 
 
 def packed(response: bytes | Packed) -> Packed:
-    """Return the schema and data of a response; an opaque response, which no test reads, is both."""
+    """Return the schema and data of a response; an opaque response, which no test reads, is
+    both.
+    """
     if isinstance(response, tuple):
         return response
     return response, [response] if response else []

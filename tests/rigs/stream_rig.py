@@ -21,7 +21,9 @@ from tests.support.waiting import until
 
 
 class Streams:
-    """Requests to the model that `rig` serves, with input `x` and output `y`, and their responses."""
+    """Requests to the model that `rig` serves, with input `x` and output `y`, and their
+    responses.
+    """
 
     def __init__(self, rig: Rig, x: str = "X", y: str = "Y", rows: bool = False) -> None:
         self.rig = rig

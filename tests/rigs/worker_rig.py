@@ -205,7 +205,9 @@ class Rig:
         ]
 
     def execute(self, works: Sequence[Work]) -> None:
-        """Run a batch of these requests up to its end in the worker, before its replies are sent."""
+        """Run a batch of these requests up to its end in the worker, before its replies are
+        sent.
+        """
         self._batches += 1
         command = self.instance.link.opened(Execute(self._batches, list(works)))
         self.finished = self.instance._executor.execute(*command)
