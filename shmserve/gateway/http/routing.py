@@ -163,6 +163,7 @@ def _path(target: str) -> str:
 # Hints about frequent mistakes in paths.
 _HINTS = {
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
+    re.compile(r"/v1(/|$)"): " (GET /docs lists the routes)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
 

@@ -36,6 +36,8 @@ logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MOST_CACHED = 64
 _LONGEST_CACHED = 512
+_MOST_DECODED = 4  # a larger list, in multiples of the limit, ends the connection
+_FIELD_OVERHEAD = 32  # the size of a field in addition to its name and value (RFC 7541, 4.1)
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
 _LONG_UPDATE = 0x1F  # in the first byte of a table size update: more bytes of the integer follow
 _MOST_UPDATES = 2  # maximum number of table size updates per block
@@ -52,11 +54,19 @@ _is_broken = re.compile(rb"[\0\r\n]").search
 
 
 class HeaderDecoder(Generic[Read]):
-    """The decoder of a connection's header blocks; `read` converts the validated fields."""
+    """The decoder of a connection's header blocks.
+
+    Args:
+        read: Converts the validated fields of a request.
+        largest: The size limit of a request's header list.
+    """
 
     def __init__(self, read: Callable[[Fields], Read], largest: int) -> None:
-        self._decoder = Decoder(largest)
+        # A list above the limit is decoded, too, so that only its stream fails. Otherwise the
+        # dynamic table would be unknown, and all calls of the connection would fail.
+        self._decoder = Decoder(_MOST_DECODED * largest)
         self._read = read
+        self._largest = largest
         self._heads: dict[bytes, Read] = {}
         self._caches = hasattr(self._decoder.header_table, "dynamic_entries")
 
@@ -64,13 +74,15 @@ class HeaderDecoder(Generic[Read]):
         """Return the head of a request.
 
         Raises:
-            StreamFault: The fields are malformed.
+            StreamFault: The fields are malformed or too large.
             ConnectionFault: The block cannot be decoded.
         """
         cached = self._heads.get(block)
         if cached is not None:
             return cached
         fields, is_cacheable = self._decode(block)
+        if sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields) > self._largest:
+            raise StreamFault(FaultCode.ENHANCE_YOUR_CALM)
         found = self._read(request_fields(fields))
         if is_cacheable and len(block) <= _LONGEST_CACHED:
             if len(self._heads) >= _MOST_CACHED:

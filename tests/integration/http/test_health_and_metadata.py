@@ -110,6 +110,12 @@ def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
     assert (reply.status, reply.error) == (404, error)
 
 
+def test_an_unknown_path_of_openai_names_the_list_of_routes(http: Http) -> None:
+    reply = http.get("/v1/nothing")
+    assert reply.status == 404
+    assert "Not Found (GET /docs lists the routes)" in reply.error
+
+
 def test_statistics_of_what_is_not_there(http: Http) -> None:
     reply = http.get("/v2/models/nothing/stats")
     assert (reply.status, reply.error) == (400, "requested model 'nothing' is not available")

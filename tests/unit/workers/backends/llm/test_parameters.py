@@ -111,3 +111,10 @@ def test_a_model_has_defaults_and_seeds_differ() -> None:
     parameters = parse({"top_k": 2}, defaults, 100)
     assert (parameters.temperature, parameters.top_k, parameters.max_tokens) == (0.3, 2, 9)
     assert settings().seed != settings().seed
+
+
+def test_parameters_of_the_server_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parse({"explain": True, "timeout": 1, "user": "a"}, {}, 10)
+    assert caplog.text == ""
+    parse({"explains": True}, {}, 10)
+    assert "unknown parameter 'explains'" in caplog.text
