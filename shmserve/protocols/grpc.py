@@ -23,7 +23,7 @@ from hpack import Decoder
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames as h2
-from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.header_blocks import encode_block
 from shmserve.proto import grpc_service_pb2
 from shmserve.protocols import (
     NOT_READY,
@@ -264,7 +264,7 @@ class GrpcDoor:
             "te": "trailers",
             **{name.lower(): value for name, value in credentials.headers},
         }
-        self.head = encode((name.encode(), value.encode()) for name, value in fields.items())
+        self.head = encode_block((name.encode(), value.encode()) for name, value in fields.items())
         self._connections: list[Http2Client] = []
         self._lanes = 0
 
@@ -274,7 +274,7 @@ class GrpcDoor:
         if self.streams:
             set_parameters(message, {"triton_enable_empty_final_response": True})
         packed: bytes = message.SerializeToString()
-        return b"\0" + h2.pack_long(len(packed)) + packed
+        return b"\0" + h2.pack_uint32(len(packed)) + packed
 
     def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
@@ -390,7 +390,7 @@ class Http2Client:
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
         self._errors_by_block: dict[bytes, str] = {}
-        wide = h2.settings(
+        wide = h2.encode_settings(
             {_HEADER_TABLE_SIZE: 0, h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW, h2.ENABLE_PUSH: 0}
         )
         self._post(h2.PREFACE + wide + _window_update(0, h2.LARGEST_WINDOW - h2.DEFAULT_WINDOW))
@@ -410,7 +410,7 @@ class Http2Client:
         stream = self._next
         self._next += 2
         self._streams[stream] = _Outgoing(lane, self._first_window)
-        self._post(h2.head(len(head), h2.HEADERS, h2.END_HEADERS, stream) + head)
+        self._post(h2.encode_frame_header(len(head), h2.HEADERS, h2.END_HEADERS, stream) + head)
         return stream
 
     def send(self, stream: int, message: bytes, *, end: bool) -> None:
@@ -422,7 +422,7 @@ class Http2Client:
             self._window -= size
             outgoing.window -= size
             flags = h2.END_STREAM if end else 0
-            self._post(h2.head(size, h2.DATA, flags, stream) + message)
+            self._post(h2.encode_frame_header(size, h2.DATA, flags, stream) + message)
         else:
             self._waiting.append((stream, memoryview(message), end))
             self._send_waiting()
@@ -438,7 +438,7 @@ class Http2Client:
                 self._window -= len(part)
                 outgoing.window -= len(part)
                 flags = h2.END_STREAM if end and not message else 0
-                self._post(h2.head(len(part), h2.DATA, flags, stream) + bytes(part))
+                self._post(h2.encode_frame_header(len(part), h2.DATA, flags, stream) + bytes(part))
             if message:
                 self._waiting.append((stream, message, end))
 
@@ -455,12 +455,12 @@ class Http2Client:
         """Parse the frames in received bytes, which may be partial."""
         data = self._rest + data if self._rest else data
         at, end = 0, len(data)
-        while end - at >= h2.HEAD_SIZE:
-            high, low, kind, flags, stream = h2.HEAD.unpack_from(data, at)
-            next_ = at + h2.HEAD_SIZE + (high << 8 | low)
+        while end - at >= h2.FRAME_HEADER_SIZE:
+            high, low, kind, flags, stream = h2.FRAME_HEADER.unpack_from(data, at)
+            next_ = at + h2.FRAME_HEADER_SIZE + (high << 8 | low)
             if next_ > end:
                 break
-            self._frame(kind, flags, stream, data[at + h2.HEAD_SIZE : next_])
+            self._frame(kind, flags, stream, data[at + h2.FRAME_HEADER_SIZE : next_])
             at = next_
         self._rest = data[at:]
 
@@ -477,9 +477,9 @@ class Http2Client:
             case h2.SETTINGS | h2.PING if not flags & h2.ACK:
                 if kind == h2.SETTINGS:
                     self._settings(payload)
-                self._post(h2.frame(kind, h2.ACK, 0, payload if kind == h2.PING else b""))
+                self._post(h2.encode_frame(kind, h2.ACK, 0, payload if kind == h2.PING else b""))
             case h2.WINDOW_UPDATE:
-                self._widen(stream, h2.parse_long(payload, "WINDOW_UPDATE"))
+                self._widen(stream, h2.parse_uint32(payload, "WINDOW_UPDATE"))
             case h2.RST_STREAM:
                 self._finish(stream, f"the server reset the call ({int.from_bytes(payload)})")
             case h2.GOAWAY:
@@ -542,7 +542,7 @@ class Http2Client:
 
 
 def _window_update(stream: int, size: int) -> bytes:
-    return h2.frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_long(size))
+    return h2.encode_frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_uint32(size))
 
 
 def _error_of(decoded: Iterable[Any]) -> str:
