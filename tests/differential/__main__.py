@@ -14,7 +14,7 @@ from tests.differential.servers import Missing, play, products
 
 
 def chosen(names: list[str]) -> list[Group]:
-    """The groups with just the scripts that are named, themselves or by their group."""
+    """Return the groups with only the scripts that are named directly or by their group."""
     groups = []
     for group in GROUPS:
         kept = [
@@ -26,7 +26,7 @@ def chosen(names: list[str]) -> list[Group]:
 
 
 def main(names: list[str]) -> int:
-    """Play them, and print what came out; the number of scripts that differ."""
+    """Play the scripts and print the differences; return the number of scripts that differ."""
     try:
         ours, theirs = products()
     except Missing as missing:

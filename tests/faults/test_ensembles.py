@@ -149,7 +149,7 @@ def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str
 
 
 @pytest.mark.parametrize("mode", ["hosted", "separate"])
-def test_who_reads_on_after_the_ensemble_has_died(
+def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
     server: Server, separate: Server, mode: str
 ) -> None:
     """The output size of the last step is not known in advance, so the output is in the

@@ -522,6 +522,6 @@ def test_crime(server: Server, name: str) -> None:
         assert lost == []
 
 
-def test_after_all_crimes(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_faults(server: Server, beginning: State) -> None:
     """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, TORCH_BYTES + 3 * ARENA_BYTES)

@@ -194,9 +194,7 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     change(pool, "slow", "unload").result().ok()
 
 
-def test_a_version_gives_way_to_another_while_models_change(
-    server: Server, repository: Path
-) -> None:
+def test_a_version_replaces_another_while_models_change(server: Server, repository: Path) -> None:
     """Readiness can be queried at every moment of the replacement."""
     with request_pool(server) as pool:
         before = len(server.log())
@@ -235,7 +233,7 @@ def test_a_model_that_broke_is_loaded_again(
     change(pool, "once", "unload").result().ok()
 
 
-def test_a_generation_that_breaks_as_it_takes_over(
+def test_a_generation_that_fails_during_takeover(
     server: Server, pool: RequestPool, repository: Path
 ) -> None:
     """The load fails, and the old generation continues to serve."""

@@ -95,7 +95,9 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["explicit", "poll"])
-def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, mode: str) -> None:
+def test_a_model_that_crashes_on_every_request_becomes_unavailable(
+    tmp_path: Path, mode: str
+) -> None:
     """After ten crashes in a row the model is unavailable, with a reason; other models serve.
 
     It returns when it is loaded again or its files change.

@@ -106,9 +106,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
-def test_a_worker_dies_and_its_sequences_are_told(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.client.Server) -> None:
     """Covers the causing sequence, the other one of the same instance, those of the other
     instance, and new ones.
     """

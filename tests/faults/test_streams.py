@@ -59,7 +59,7 @@ def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
     until("nothing is left at a worker", lambda: live(repeating) == 0)
 
 
-def test_a_client_leaves_and_another_reads_on(repeating: Server) -> None:
+def test_a_disconnecting_client_does_not_affect_another_stream(repeating: Server) -> None:
     with stream(repeating) as (client, results):
         send_repeat(client, list(range(200)), delay_ms=5)
         results.get(timeout=30)

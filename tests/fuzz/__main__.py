@@ -17,7 +17,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def main() -> None:
-    """Run until the time is over or something breaks."""
+    """Run until the time is over or an input breaks the target."""
     names = sorted(path.name for path in CORPUS.iterdir())
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=names)

@@ -81,7 +81,7 @@ _SIGNATURES = [
 
 @contextlib.contextmanager
 def _refused(sent: bytes) -> Iterator[None]:
-    """What is wrong may be said, in words for clients: nothing of ours that they did not send."""
+    """Check an error's text: it may quote the client's bytes, but no internal names."""
     said = ""
     try:
         yield
@@ -92,7 +92,7 @@ def _refused(sent: bytes) -> Iterator[None]:
 
 
 class _Bytes:
-    """The choices that an input makes, and what is left of it."""
+    """The choices that an input makes, and its remaining bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.rest = data
@@ -106,7 +106,7 @@ class _Bytes:
 
 
 def http(data: bytes) -> None:
-    """A request: its target, headers and body."""
+    """Parse a request: its target, headers and body."""
     drawn_bytes = _Bytes(data)
     kind = drawn_bytes.number(1) % 5
     with _refused(data):
@@ -159,7 +159,7 @@ def _tensor(tensor: Any) -> TensorRef:
 
 
 def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
-    """A large JSON is read another way, to the same end."""
+    """Check that a large JSON document is parsed to the same in steps."""
     again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
     assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
     for one, other in zip(wire.inputs, again.inputs, strict=True):
@@ -170,7 +170,9 @@ def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
 
 
 def _same_with_other_numbers(body: bytes) -> None:
-    """A JSON like one that is known is read another way, to the same end or none."""
+    """Check that a document like a known one is parsed to the same by its fingerprint, or not
+    at all.
+    """
     cache: Any = BoundedCache(1)
     fingerprint = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
@@ -219,7 +221,7 @@ def _compressed(given: _Bytes) -> None:
 
 
 def register(data: bytes) -> None:
-    """A registration: the region's name in the target, key and extent in the body."""
+    """Parse a registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
     with _refused(data):
         found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
@@ -250,7 +252,7 @@ def _edge(given: _Bytes) -> int:
 
 
 def ranges(data: bytes) -> None:
-    """Offsets and sizes, against arithmetic on paper."""
+    """Compare offsets and sizes with plain arithmetic."""
     drawn_bytes = _Bytes(data)
     offset, size, start, extent, limit = (_edge(drawn_bytes) for _ in range(5))
     inside = offset >= 0 and size >= 0 and offset + size <= limit
@@ -293,7 +295,9 @@ def _spans(given: _Bytes) -> None:
 
 
 def wire(data: bytes) -> None:
-    """A frame, a request in it, an answer: as they were sent, or malformed."""
+    """Check that a frame, its request and its response are unpacked as they were packed, or
+    malformed.
+    """
     kind, rest = data[:1], data[1:]
     try:
         if kind == b"i":
@@ -344,7 +348,7 @@ _HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"fuzz")
 
 
 def native(data: bytes) -> None:
-    """The bytes of a local client's connection, what it says with them, and who it says it is."""
+    """Read the bytes of a local client's connection: its messages and its identity."""
     kind, rest = data[:1], data[1:]
     if kind == b"z":
         _decoded(_Bytes(rest))
@@ -362,7 +366,7 @@ def native(data: bytes) -> None:
 
 
 def _decoded(given: _Bytes) -> None:
-    """However a stream is cut, the same comes out of it, and no more than went in."""
+    """Check that any split of a stream is decoded to the same messages and to no more bytes."""
     step = given.number(1) + 1
     stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
     uncut, cut = zmtp.Decoder(), zmtp.Decoder()
@@ -382,13 +386,15 @@ def _decoded(given: _Bytes) -> None:
 
 
 def _said(submit: Submit) -> None:
-    """A request is what it is, whatever it says of itself, and also after one of the same form."""
+    """Check that the fields of a request do not change its inference, also after an equal
+    schema.
+    """
     for signature in _SIGNATURES:
         rules = LocalClientRules(_SEALS, signature)
         counted = []
         for _ in range(2):
             with _refused(submit.schema), contextlib.suppress(MalformedMessage):
-                counted.append(rules.checked(_GUEST, submit, 0))
+                counted.append(rules.validate(_GUEST, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
             assert (checked.id, checked.schema, checked.data) == (

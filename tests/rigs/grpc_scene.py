@@ -32,7 +32,7 @@ PATIENCE_S = 10.0
 
 
 class Transport(asyncio.Transport):
-    """A socket that takes everything; `frames` has what was written, cut."""
+    """A socket that accepts all bytes. `frames` returns the written bytes, split into frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Transport(asyncio.Transport):
         return default
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
-        """Kind, flags, stream and payload of what was written since the last look."""
+        """Return kind, flags, stream and payload of the frames written since the last call."""
         data, self.written = self.written, b""
         messages = []
         while data:
@@ -83,8 +83,9 @@ class Transport(asyncio.Transport):
 
 
 class Scene:
-    """A connection whose unary calls wait in `calls`, each with its message, and whose streams
-    `serve` handles."""
+    """A connection whose unary calls wait in `calls` with their messages. `serve` handles its
+    streams.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[bytes, UnaryCall]] = []
@@ -139,7 +140,7 @@ class Scene:
         return None
 
     def send(self, data: bytes) -> None:
-        """The client's bytes."""
+        """Deliver bytes of the client."""
         read(self.connection, data)
 
     def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
@@ -150,7 +151,9 @@ class Scene:
         self.send(self.head(stream, UNARY, *more) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
-        """How calls ended since the last look, by stream: the status and what follows it."""
+        """Return how calls ended since the last call, by stream: the status and the fields after
+        it.
+        """
         return {
             stream: payload.partition(b"grpc-status")[2][1:]
             for kind, flags, stream, payload in self.transport.frames()
@@ -159,7 +162,7 @@ class Scene:
 
 
 def read(connection: GrpcConnection, data: bytes) -> None:
-    """Have a connection read these bytes, as a loop does."""
+    """Let a connection read these bytes, as an event loop does."""
     view = memoryview(data)
     while view:
         buffer = connection.get_buffer(-1)

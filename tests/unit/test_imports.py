@@ -57,7 +57,7 @@ def test_there_are_files_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+def test_a_room_imports_only_lower_rooms(room: str) -> None:
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(room)
@@ -77,7 +77,7 @@ def test_the_control_plane_does_not_import_workers() -> None:
     assert wrong_cases == []
 
 
-def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
+def test_leaf_modules_import_nothing_of_shmserve() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
         imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
         imported.discard("shmserve.serving.serve")  # imported when a program asks for it
@@ -127,7 +127,7 @@ def test_the_grpc_gateway_does_without_aiohttp() -> None:
 
 
 @pytest.mark.parametrize("room", ["api", "inference", "links"])
-def test_what_listeners_share_knows_none_of_them(room: str) -> None:
+def test_common_listener_modules_import_no_listener(room: str) -> None:
     """No type of HTTP or gRPC is in it."""
     protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
     wrong_cases = [

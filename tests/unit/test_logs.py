@@ -77,7 +77,7 @@ def test_formats(capsys: Capture) -> None:
     assert re.fullmatch(rf"{STAMP} W {pid} gateway 0\] hello", second)
 
 
-def test_who_logs_in_a_way_of_its_own_is_left_alone(capsys: Capture) -> None:
+def test_a_foreign_logging_setup_is_kept(capsys: Capture) -> None:
     root = logging.getLogger()
     root.handlers[:] = [logging.StreamHandler()]
     root.setLevel(logging.ERROR)
@@ -85,7 +85,7 @@ def test_who_logs_in_a_way_of_its_own_is_left_alone(capsys: Capture) -> None:
     assert root.level == logging.ERROR
 
 
-def test_every_process_says_what_it_was_told(capsys: Capture) -> None:
+def test_log_settings_reach_every_process(capsys: Capture) -> None:
     logs.configure("role", LogSettings())
     logs.apply(LogSettings(log_verbose_level=2))
     assert "log_verbose_level=2" in capsys.readouterr().err
@@ -222,7 +222,7 @@ def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""  # which is the journal's, too
 
 
-def test_what_is_about_a_model_names_it(journal: socket.socket) -> None:
+def test_records_about_a_model_name_it(journal: socket.socket) -> None:
     logs.configure("supervisor", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.info("model %s: %s", "a", "loading")
@@ -244,7 +244,7 @@ def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:
     assert len(entry["MESSAGE"]) > 90 * 8000
 
 
-def test_a_journal_that_is_gone(
+def test_a_closed_journal(
     journal: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is written to stderr then, as it is where stderr is something else."""

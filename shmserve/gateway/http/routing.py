@@ -168,6 +168,7 @@ def _target_path(target: str) -> str:
 # Hints about frequent mistakes in paths.
 _PATH_HINTS = {
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
+    re.compile(r"/v1(/|$)"): " (GET /docs lists the routes)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
 

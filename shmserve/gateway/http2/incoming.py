@@ -49,9 +49,10 @@ class Limits:
 
     Attributes:
         streams: The maximum number of concurrent streams.
-        header_list: Bytes of a header list as counted by HPACK.
+        header_list: Bytes of a header list as counted by HPACK, as many as grpcio accepts. A
+            larger one is refused; one larger than `header_block` closes the connection.
         header_block: Bytes of a header block on the wire. Huffman decoding takes most of a
-            microsecond per byte, so this is no more than grpcio accepts.
+            microsecond per byte.
         continuations: The maximum number of CONTINUATION frames of a block.
         resets: The budget of stream resets.
         resets_per_s: The refill rate of that budget.
@@ -65,7 +66,7 @@ class Limits:
 
     streams: int = 512
     header_list: int = 16 * 1024
-    header_block: int = 16 * 1024
+    header_block: int = 64 * 1024
     continuations: int = 8
     resets: int = 1024
     resets_per_s: float = 64.0

@@ -11,7 +11,7 @@ def cached(name: str, more: str = "", one: str = "") -> Model:
 
 
 def whole() -> Script:
-    """An ensemble that is cached skips its steps."""
+    """An ensemble with a cached response skips its steps."""
     name = "cached_ensemble"
     ensemble_model = ensemble(name, through(f"{name}_1", "INPUT0", "OUT"))
     models = [recorder(f"{name}_1", one=ADD), Model(name, ensemble_model.config + CACHE)]

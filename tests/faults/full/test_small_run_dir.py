@@ -43,7 +43,7 @@ def small(folder: Path, inodes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("inodes", [4, 5])
-def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
+def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
     server = Server([repository], run_dir=folder / "run", prefix=small(folder, inodes))
     try:
         assert server.wait_exit(30) == 1
@@ -54,7 +54,7 @@ def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> No
         server.discard()
 
 
-def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
+def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path) -> None:
     """Other models are served.
 
     The affected model is not ready until there is space again, and its requests do not wait for

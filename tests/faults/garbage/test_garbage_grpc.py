@@ -95,7 +95,7 @@ def test_streams(server: Server, name: str) -> None:
         fine(stage)
 
 
-def test_messages_that_do_not_come_whole(server: Server) -> None:
+def test_incomplete_messages(server: Server) -> None:
     """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
     state.
     """
@@ -284,7 +284,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
         fine(stage)
 
 
-def test_calls_that_are_given_up(server: Server) -> None:
+def test_cancelled_calls(server: Server) -> None:
     """Hundreds of calls and streams are begun and cancelled."""
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
         for number in range(300):
@@ -294,7 +294,7 @@ def test_calls_that_are_given_up(server: Server) -> None:
         fine(stage)
 
 
-def test_after_all(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_grpc_garbage(server: Server, beginning: State) -> None:
     """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

@@ -178,7 +178,7 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
         fine(stage)
 
 
-def test_connections_that_say_nothing(server: Server) -> None:
+def test_many_silent_connections(server: Server) -> None:
     """200 connections send no byte, or one, while other clients are served."""
     with scene(server) as stage:
         silent = [socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)]
@@ -201,7 +201,9 @@ def test_connections_that_say_nothing(server: Server) -> None:
     ],
     ids=["config", "nothing", "infer", "infer nothing"],
 )
-def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -> None:
+def test_a_client_that_reads_no_responses_is_not_read_from(
+    server: Server, request_bytes: bytes
+) -> None:
     """A client pipelines requests without reading responses; the server reads a limited number
     of them.
     """
@@ -218,7 +220,7 @@ def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -
         fine(stage)
 
 
-def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
+def test_a_slow_sender_delays_no_other_client(server: Server) -> None:
     with scene(server) as stage, raw_connection(server.http_port) as connection:
         connection.sendall(head(f"Content-Length: {len(REQUEST)}"))
         for start in range(0, len(REQUEST), 40):
@@ -227,7 +229,7 @@ def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
         assert read_reply(connection).status == 200
 
 
-def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None:
+def test_a_large_json_body_delays_no_other_client(serve: Callable[..., Server]) -> None:
     """While 20 MB of JSON are parsed, health checks and small requests are answered."""
     server = serve("--gateways=1")
     values = np.arange(3_000_000, dtype=np.float32)

@@ -495,7 +495,7 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
         assert stage.load.troubles() == []
 
 
-def test_after_all_local_clients(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_local_clients(server: Server, beginning: State) -> None:
     """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, 0)
     assert "Traceback" not in server.log()

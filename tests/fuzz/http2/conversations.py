@@ -229,7 +229,7 @@ class Conversation:
         return frame(kind, flags, stream, payload)
 
     def _broken(self, sent: bytes) -> bytes:
-        """A frame with something wrong."""
+        """Return a malformed frame."""
         how, value = self._number() % 8, self._number()
         head, payload = bytearray(sent[:9]), bytearray(sent[9:])
         if how < 2:

@@ -14,8 +14,11 @@ MET: Counter[str] = Counter()
 
 
 def http2(data: bytes) -> None:
-    """A conversation; as others cost more than ours, each has a part of them: `ngh2` half, `h2` one
-    of sixteen, ours with the bytes cut in another way the rest."""
+    """Play a conversation against one of the other engines.
+
+    `ngh2` plays half of them and `h2`, which is slower, one of sixteen. The rest is played with the
+    bytes split in another way.
+    """
     kind, rest = data[:1], data[1:]
     other_sides: dict[str, Side] = {}
     number = kind[0] if kind else 0

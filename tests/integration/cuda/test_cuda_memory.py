@@ -162,7 +162,9 @@ def test_register_and_infer(
         infer(client)
 
 
-def test_what_is_refused(client: triton.InferenceServerClient, shm: Any, region: Any) -> None:
+def test_invalid_cuda_handles_are_refused(
+    client: triton.InferenceServerClient, shm: Any, region: Any
+) -> None:
     handle = shm.get_raw_handle(region)
     invalid = "failed to register shared memory region: invalid args"
     for raw, device, size in (

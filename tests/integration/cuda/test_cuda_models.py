@@ -229,7 +229,7 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
 
 
 @pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
-def test_the_answer_comes_after_the_device_is_done(
+def test_the_response_follows_the_end_of_the_devices_work(
     client: shmserve.client.Server, model: str
 ) -> None:
     """What the model asked of its device has happened, whoever looks, when its answer is here."""

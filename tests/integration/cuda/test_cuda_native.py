@@ -160,7 +160,7 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
     assert bool((y == 2).all())
 
 
-def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> None:
+def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         client.infer("twice", x=np.ones((1, SIDE), np.float32))  # what the worker itself takes
     before = used()

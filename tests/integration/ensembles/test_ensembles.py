@@ -53,7 +53,7 @@ def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
         assert (infer(server, "three", IN=values).as_numpy("OUT") == values + 3).all()
 
 
-def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> None:
+def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) -> None:
     """Readers of both names see the original values, also with concurrent requests."""
 
     client = triton.InferenceServerClient(server.url, concurrency=6)
@@ -170,7 +170,7 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
 # --- forwarded fields -------------------------------------------------------------------------
 
 
-def test_what_a_request_says_is_forwarded_to_every_step(server: Server) -> None:
+def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     """Section 3.7: id, correlation id, flags, timeout, custom parameters."""
     request = {
         "id": "mine",
@@ -204,7 +204,7 @@ def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None
     assert stream(server, "counts_then", IN=floats(0)) == []
 
 
-def test_a_stream_meets_what_there_is_one_of(server: Server) -> None:
+def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
     """A step reads a decoupled tensor and one that exists once per request.
 
     Triton rejects such a graph.

@@ -49,7 +49,7 @@ def ask(http: Http, model: str) -> Any:
     return http.infer(model, {"inputs": [json_input("IN", np.array([1], np.float32))]})
 
 
-def test_its_models_are_loaded_with_it_and_unloaded_with_them(http: Http) -> None:
+def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> None:
     """Section 1.8: loading an ensemble loads its step models.
 
     Unloading a step model unloads the ensemble, and loading the model again restores it.
@@ -102,7 +102,7 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
 
 
-def test_what_cannot_be_loaded(http: Http, repository: Path) -> None:
+def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     add_ensemble(repository, "lacks", [xy("nosuch", "IN", "OUT")])
     add_ensemble(repository, "one", [step("two", {"IN": "IN"}, {"OUT": "OUT"})])
     add_ensemble(repository, "two", [step("one", {"IN": "IN"}, {"OUT": "OUT"})])

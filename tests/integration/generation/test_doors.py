@@ -50,7 +50,7 @@ def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> lis
 @pytest.mark.parametrize(
     ("model", "modes"), [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])]
 )
-def test_side_by_side_the_tokens_are_those_of_transformers(
+def test_concurrent_tokens_equal_those_of_transformers(
     generative: Server, greedy: Greedy, model: str, modes: list[str]
 ) -> None:
     # All prompts together need more blocks than the model "crowded" has, even with those on the
@@ -107,7 +107,7 @@ ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "s
 
 
 @pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
-def test_what_others_do_changes_no_tokens(
+def test_other_clients_faults_change_no_tokens(
     generative: Server, greedy: Greedy, crime: Callable[[Server], None]
 ) -> None:
     count = 4 * COUNT
@@ -157,7 +157,7 @@ def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
     assert events[-1].choices[0].finish_reason == unary.choices[0].finish_reason
 
 
-def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
+def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
     unary = client.completions.create(**request, extra_body={"ignore_eos": True})
     texts = {0: "", 1: ""}
@@ -263,7 +263,7 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("prompt", [*PROMPTS, "", "  two spaces"])
-def test_texts_and_tokens_are_those_of_transformers(
+def test_tokenize_and_detokenize_equal_transformers(
     generative: Server, tokenizer: Any, prompt: str, special: bool
 ) -> None:
     body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
@@ -306,7 +306,7 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted(
+def test_requests_that_cannot_be_converted_are_refused(
     generative: Server, path: str, body: Any, status: int, param: str | None
 ) -> None:
     with generative.http() as http:
@@ -423,7 +423,7 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     assert word in text and word not in other
 
 
-def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
+def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 
     def ask(_: int) -> tuple[int, str | None]:

@@ -129,7 +129,7 @@ def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
     assert streamed == unary["choices"][0]["token_ids"]
 
 
-def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
+def test_the_bytes_of_a_chat_equal_its_text(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=40, seed=2,
         logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},

@@ -143,7 +143,7 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 
-def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
+def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     for more in ({}, {"tools": TOOLS}):
         body = asked("thinks", response_format=form, max_tokens=60, **more)

@@ -162,7 +162,7 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=["whole", "stream", "sampled"])
-def test_texts_are_those_of_vllm_s_server(
+def test_texts_equal_those_of_vllms_server(
     server: Server, peer: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
@@ -309,7 +309,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     assert any(each["reasoning"] and each["content"] for each in found[0])
 
 
-def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
+def test_tokens_equal_those_of_vllms_server(server: Server, peer: int) -> None:
     messages = [{"role": "user", "content": "naïve 東京"}]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
@@ -417,7 +417,7 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
     until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)
 
 
-def test_an_ended_server_leaves_nothing(server: Server) -> None:
+def test_a_stopped_server_leaks_nothing(server: Server) -> None:
     """The last test, because the others need the server."""
     before = shared_memory(server)
     assert before

@@ -204,7 +204,7 @@ def test_typed_contents_of_every_datatype(server: Server) -> None:
             assert array is not None and raw == array.tobytes(), output.datatype
 
 
-def test_what_the_model_sees(client: triton.InferenceServerClient) -> None:
+def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServerClient) -> None:
     tensor = triton.InferInput("INPUT0", [1], "INT32")
     tensor.set_data_from_numpy(np.zeros(1, np.int32))
     result = client.infer(

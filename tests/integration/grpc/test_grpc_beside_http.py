@@ -120,7 +120,7 @@ def test_sizes(client: triton.InferenceServerClient) -> None:
         assert (output == values).all()
 
 
-def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
+def test_errors_have_grpc_codes_and_texts(client: triton.InferenceServerClient) -> None:
     code, text = refused(lambda: client.infer("nobody", row()))
     assert code == "StatusCode.NOT_FOUND"
     assert "'nobody' is not found" in text
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
     assert refused(lambda: client.infer("identity", [tensor]))[0] == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_what_others_ask(client: triton.InferenceServerClient) -> None:
+def test_all_metadata_calls_work(client: triton.InferenceServerClient) -> None:
     assert client.is_server_ready()
     assert client.is_model_ready("identity")
     assert client.get_server_metadata().name == "triton"
@@ -167,7 +167,7 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
     assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
-def test_an_overlap_in_a_stream_says_whose_it_is(
+def test_an_overlap_in_a_stream_names_its_request(
     server: Server, client: triton.InferenceServerClient
 ) -> None:
     """Also where the same request was understood before."""
@@ -311,7 +311,7 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
             assert "token" in text
 
 
-def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
+def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
     """It is refused before its requests are here: they can be of 2 GB, and as many as it likes."""
     never = threading.Event()
 
@@ -409,7 +409,7 @@ def test_other_hosts_have_no_regions(
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
 
-def test_no_regions_for_anybody(tmp_path: Path) -> None:
+def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
     """`--allow-client-shm=false` closes loopback too."""
     repositories.add(tmp_path / "models", "identity")
     with (

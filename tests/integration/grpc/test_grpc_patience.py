@@ -120,7 +120,7 @@ def read_all(sock: socket.socket) -> None:
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_who_does_not_go_on_is_shown_out(port: int, said: bytes) -> None:
+def test_a_client_that_stops_sending_is_disconnected(port: int, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
         silent.sendall(said)
         read_all(silent)
@@ -128,7 +128,7 @@ def test_who_does_not_go_on_is_shown_out(port: int, said: bytes) -> None:
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive", "Watch"])
-def test_a_request_that_does_not_come_ends_its_call(port: int, method: str) -> None:
+def test_a_request_that_does_not_arrive_ends_its_call(port: int, method: str) -> None:
     """And no other call of its connection."""
     path = f"{SERVICE}{method}" if method != "Watch" else "/grpc.health.v1.Health/Watch"
     never = threading.Event()
@@ -159,7 +159,7 @@ def test_half_a_request_ends_its_call(port: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
-def test_a_call_without_a_request_is_told(port: int, method: str) -> None:
+def test_a_call_without_a_request_is_refused(port: int, method: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.RpcError) as error:
             channel.stream_unary(f"{SERVICE}{method}")(iter(()), timeout=20, wait_for_ready=True)

@@ -8,6 +8,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -174,6 +175,24 @@ def test_metadata(plain: Way) -> None:
     assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
         "some-text": "words, and more"
     }
+
+
+@pytest.mark.parametrize("size", [17_000, 60_000])
+def test_metadata_that_is_too_large_fails_only_its_call(plain: Way, size: int) -> None:
+    with plain.channel() as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        requests.put(RAW)
+        answers = stream(iter(requests.get, None), timeout=30)
+        next(answers)
+        with pytest.raises(grpc.RpcError) as caught:
+            infer(RAW, timeout=20, metadata=[("large", "x" * size)])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        requests.put(RAW)
+        next(answers)
+        requests.put(None)
+        assert list(answers) == []
 
 
 def binary_metadata() -> list[tuple[str, bytes]]:

@@ -101,7 +101,9 @@ def test_in_the_json_of_a_request(http: Http, word: str) -> None:
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_in_what_a_model_says_and_raises(http: Http, word: str, request_id: str) -> None:
+def test_hostile_text_in_outputs_and_errors_of_a_model(
+    http: Http, word: str, request_id: str
+) -> None:
     tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
     refused = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
     assert refused.status == 500

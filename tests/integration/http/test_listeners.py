@@ -135,7 +135,7 @@ def test_metrics_have_a_scope_of_their_own(guarded: Server) -> None:
         assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
 
 
-def test_shared_memory_is_off_where_other_hosts_come_in(http: Http) -> None:
+def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
     """R5: register and unregister answer with Triton's text; there is nothing to see or to use."""
     headers = bearer(TOKEN)
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to"
@@ -166,7 +166,7 @@ def test_the_unix_socket_is_for_the_server_and_its_group(guarded: Server, folder
 
 
 @needs_users
-def test_a_friend_needs_a_token_and_a_stranger_gets_nowhere(folder: Path, guarded: Server) -> None:
+def test_the_unix_socket_admits_the_group_with_a_token(folder: Path, guarded: Server) -> None:
     path = folder / "socket"
 
     def ask(headers: dict[str, str]) -> Reply:
@@ -210,7 +210,7 @@ def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str)
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_insecure_and_no_port_at_all(folder: Path, tmp_path: Path) -> None:
+def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     """R3, R4: nothing listens but what was configured; and a socket that was left is taken over."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"

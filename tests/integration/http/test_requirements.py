@@ -79,7 +79,7 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 
-def test_what_is_listened_to_was_asked_for(server: Server) -> None:
+def test_only_configured_listeners_exist(server: Server) -> None:
     """R3, R4: on loopback alone, too."""
     listening = {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
@@ -117,7 +117,7 @@ HEADERS = {
 }
 
 
-def test_headers_are_parameters_and_nothing_else(http: Http, call: Any) -> None:
+def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
     """R16: one that matches the pattern and is named like what has a meaning is refused; what does
     not match is nothing."""
     request = request_of("echo_request", ROW, "INT32")
@@ -167,7 +167,7 @@ OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
 
 @pytest.mark.parametrize("name", NAMES + OTHERS)
-def test_a_models_name_leads_nowhere_else(
+def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
     """R17: whatever a name is, spelled however: only a folder of the repository is a model."""

@@ -332,7 +332,7 @@ def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
     assert len(client._session.connection()._timeouts._heap) < 1500
 
 
-def test_what_is_over_keeps_no_memory(client) -> None:
+def test_finished_calls_keep_no_memory(client) -> None:
     """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
     x = frames()
     gc.collect()
@@ -488,7 +488,7 @@ async def test_asyncio(rows: Server) -> None:
             await server.infer("nobody", INPUT0=A)
 
 
-def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:
+def test_a_client_of_another_event_loop_is_refused(rows: Server) -> None:
     server = asyncio.run(_connected(rows))
     for _ in range(2):
         with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
@@ -502,7 +502,7 @@ async def _connected(rows: Server) -> aio.Server:
     return server
 
 
-def test_a_closed_client_says_so(rows: Server) -> None:
+def test_calls_of_a_closed_client_are_refused(rows: Server) -> None:
     client = shmserve.client.connect(rows.run_dir)
     y = client.infer("rows", INPUT0=frames())["OUTPUT0"]
     client.close()

@@ -76,7 +76,7 @@ def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Se
     assert gated.gate.is_idle()
 
 
-def test_a_future_ends_in_time_though_nobody_answers(
+def test_a_future_times_out_without_a_response(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     scheduler = gated.find_one("scheduler simple")
@@ -137,7 +137,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
         waiting.result()
 
 
-def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
+def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     blocker = client.infer_async("gated", _value(client, 1))
@@ -152,9 +152,7 @@ def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
     assert blocker.result(20)
 
 
-def test_what_a_thread_leaves_on_its_way_keeps_its_memory(
-    gated: Server, client: shmserve.client.Server
-) -> None:
+def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
     """Also when other threads come, who ask the same of the server."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
@@ -247,7 +245,7 @@ def _shared(process: psutil.Process) -> int:
     return held
 
 
-def test_a_killed_client_leaves_nothing(gated: Server, client: shmserve.client.Server) -> None:
+def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
     command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -300,7 +298,7 @@ def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> N
             child.kill()
 
 
-def test_a_forked_child_leaves_its_parents_connection_alone(
+def test_a_forked_child_does_not_use_its_parents_connection(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     x = np.ones((1, ROW), np.float32)
@@ -352,7 +350,7 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
             assert future.result(20)
 
 
-def test_a_client_that_nobody_closes(gated: Server) -> None:
+def test_a_client_that_is_never_closed(gated: Server) -> None:
     x = np.ones((1, ROW), np.float32)
 
     async def talk() -> np.ndarray:
@@ -424,9 +422,7 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
 
 
 @pytest.mark.parametrize("ends", ["the client", "the server"])
-def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
-    gated: Server, ends: str
-) -> None:
+def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) -> None:
     """Threads see the schedulers' links end before, or though, the connection's own thread sees
     that of the listener."""
     client = shmserve.client.connect(gated.run_dir)
@@ -495,7 +491,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     ],
     ids=["infer", "map", "stream"],
 )
-def test_a_callback_for_which_no_channel_is_left_is_refused_and_waits_for_nothing(
+def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     gated: Server,
     client: shmserve.client.Server,
     monkeypatch: pytest.MonkeyPatch,
@@ -557,7 +553,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
     until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
+def test_a_request_with_output_over_its_input_is_not_retried(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     with client.allocate({"INPUT0": ((1, 4), "INT32")}) as region:
@@ -572,7 +568,9 @@ def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_a_reload_under_load_fails_nobody(gated: Server, client: shmserve.client.Server) -> None:
+def test_a_reload_under_load_fails_no_request(
+    gated: Server, client: shmserve.client.Server
+) -> None:
     over = threading.Event()
     asked = 0
 

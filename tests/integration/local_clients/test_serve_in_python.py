@@ -201,7 +201,7 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
             other.statistics()
 
 
-def test_inputs_with_the_names_of_options_are_given_as_a_mapping(serve_model) -> None:
+def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
     class Add:
         def predict(
             self, timeout: FP32[np.ndarray, 4], version: FP32[np.ndarray, 4]

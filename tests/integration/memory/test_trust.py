@@ -154,7 +154,7 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
 
 
 @needs_users
-def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http: Http) -> None:
+def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http: Http) -> None:
     """The server checks the regions of a request before it waits for a large body.
 
     Otherwise a client could keep other users' regions in use for any time.
@@ -199,7 +199,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
 
 
 @needs_users
-def test_who_runs_the_server_sees_all_on_the_unix_socket(server: Server, folder: Path) -> None:
+def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, folder: Path) -> None:
     """Row 23: over TCP, every user, including the server's, sees only its own regions."""
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as hers:
@@ -215,7 +215,9 @@ def maps(worker: psutil.Process) -> str:
 
 
 @needs_users
-def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
+def test_memory_that_others_can_truncate_is_never_mapped(
+    server: Server, folder: Path, http: Http
+) -> None:
     """R9: memory of untrusted users is read and written by system calls; memory of the server's
     user is mapped.
     """
@@ -250,7 +252,7 @@ def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
 
 
 @needs_users
-def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: Path) -> None:
+def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folder: Path) -> None:
     """R9: during 200 requests, the client truncates, extends and punches the object.
 
     Requests fail or succeed, and no process exits.

@@ -232,7 +232,7 @@ def number(value: float, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("model", ["zero", "candidates", "unbatched"])
-def test_3_5_a_state_goes_from_request_to_request(
+def test_3_5_a_state_is_passed_from_request_to_request(
     client: shmserve.client.Server, model: str
 ) -> None:
     """Each sequence has its own state, which begins at zero, and again at zero after a START."""
@@ -322,7 +322,7 @@ def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) 
     return result["OUTPUT"][0, 0]
 
 
-def test_3_5_strings_and_what_is_not_given_back_stays(client: shmserve.client.Server) -> None:
+def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
     begun = say(client, "words", b"a", start=True)
     replies = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]

@@ -58,7 +58,7 @@ SAID = """
 
 
 @pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
-def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
+def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> None:
     for name, code in (("moody", MODEL + form + SAID), ("asker", MODEL)):
         repositories.write(repository, name, repositories.identity_config(name, "INT32", [1]), code)
     state = repository / "moody" / "state"
@@ -85,7 +85,7 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_native_model_says_so_too(
+def test_a_native_model_reports_whether_it_is_ready(
     explicit: tuple[Server, Path], form: str, streams: bool
 ) -> None:
     server, repository = explicit

@@ -94,7 +94,7 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
         until("it has ended", lambda: not server.find("worker sums"))
 
 
-def test_another_server_takes_over(tmp_path: Path) -> None:
+def test_a_successor_server_takes_over(tmp_path: Path) -> None:
     """The successor accepts no clients before the old sequences have ended.
 
     One server is always ready.

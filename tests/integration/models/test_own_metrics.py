@@ -142,7 +142,7 @@ def test_the_text(metered: Server) -> None:
     assert amount.startswith('metering_amounts{by="other",unit="a \\"b\\"\\\\\\n"} ')
 
 
-def test_a_thread_of_the_model_changes_them(metered: Server) -> None:
+def test_a_thread_of_the_model_changes_its_metrics(metered: Server) -> None:
     until("the gauge is shown", lambda: metered.metric("ticks", **{"from": "thread"}) == 1000)
 
 
@@ -152,7 +152,7 @@ def test_a_model_sees_on_the_page_what_it_has_just_done(metered: Server, http: H
         http.infer("looking", {"inputs": [tensor]}).ok()
 
 
-def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None:
+def test_the_counts_of_a_dead_instance_stay(metered: Server, http: Http) -> None:
     meter(http, 3)
     before = metered.metric("metering_amounts", by="metering")
     (worker,) = metered.find("worker metering.1")

@@ -77,7 +77,7 @@ def number(value: int) -> np.ndarray:
     return np.full((1, 1), value, np.int32)
 
 
-def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) -> None:
+def test_priorities_are_accepted_over_every_protocol(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.1: over HTTP, gRPC, from a local client, and from a model."""
 
     def over_grpc() -> None:
@@ -126,7 +126,7 @@ def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: R
 
 
 @pytest.mark.parametrize("model", ["prefer_latency", "adaptive"])
-def test_strategies_that_wait_for_nothing_run_what_is_there(
+def test_strategies_without_delay_run_waiting_requests_at_once(
     server: Server, pool: RequestPool, model: str
 ) -> None:
     """The configured delay of these models is half a minute."""

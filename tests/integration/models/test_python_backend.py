@@ -83,7 +83,7 @@ class TritonPythonModel:
 """
 
 
-def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
+def test_a_failing_initialize_reports_its_reason(explicit: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = explicit
     two = "instance_group { kind: KIND_CPU count: 2 }"
@@ -228,7 +228,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
+def test_an_error_message_that_is_not_unicode(explicit: Explicit) -> None:
     server, repository = explicit
     config = repositories.identity_config("speaker", "INT32", [1])
     repositories.write(repository, "speaker", config, SPEAKER)

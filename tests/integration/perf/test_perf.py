@@ -203,7 +203,7 @@ def test_an_open_loop_sends_at_its_rate(perf: Perf, arrivals: str) -> None:
 
 
 @pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_errors_are_counted_and_told(
+def test_errors_are_counted_and_reported(
     perf: Perf, door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.json"
@@ -251,7 +251,7 @@ def test_a_report_is_written_drawn_and_compared(
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_an_error_is_one_line(
     asked: Server,
     capsys: pytest.CaptureFixture[str],
     door: str,
@@ -270,7 +270,7 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert "refused" in capsys.readouterr().err
 
 
-def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = certificates.make(tmp_path)
     repository = tmp_path / "models"
     repository.mkdir()

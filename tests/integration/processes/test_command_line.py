@@ -151,7 +151,7 @@ def test_check(repository: Path) -> None:
     assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
-def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repository: Path) -> None:
+def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) -> None:
     repositories.add(repository, "identity")
     (repository / "both").mkdir()
     (repository / "both" / "config.pbtxt").write_text(
@@ -296,7 +296,7 @@ def test_check_loads_models_of_a_gpu_on_the_cpu(repository: Path) -> None:
     assert report["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}
 
 
-def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
+def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> None:
     repositories.add(repository, "simple")
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
     completed = run_command("check", str(repository))

@@ -110,7 +110,7 @@ def answered(server: Server, model: str) -> float:
     return server.metric("nv_inference_request_success", model=model)
 
 
-def test_a_worker_that_dies_is_told(server: Server) -> None:
+def test_the_dashboard_reports_a_dead_worker(server: Server) -> None:
     with Feed(server.metrics_port) as feed:
         feed.next()
         worker = server.find_one("worker half")
@@ -202,7 +202,7 @@ def has_history(server: Server, version: str) -> bool:
 
 
 @needs_chromium
-def test_what_hurts_comes_first_on_a_phone(server: Server, page: Page) -> None:
+def test_the_list_of_problems_comes_first_on_a_phone(server: Server, page: Page) -> None:
     server.find_one("worker half").kill()
     until("it is back", lambda: server.find("worker half"))
     page.size(390, 844, phone=True)
@@ -373,7 +373,7 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
 
 
 @needs_chromium
-def test_a_page_that_nobody_sees_asks_nothing(server: Server, page: Page) -> None:
+def test_a_hidden_page_sends_no_requests(server: Server, page: Page) -> None:
     gateway = server.find_one("gateway")
     until("nobody watches", lambda: gateway.num_threads() == 1)
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")

@@ -263,7 +263,7 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     assert not [line for line in lines if not line.startswith("nv_")]
 
 
-def test_what_is_named_is_there(server: Server) -> None:
+def test_every_named_metric_exists(server: Server) -> None:
     """This test also runs without Prometheus."""
     with watched.asked(server, generative=True):
         until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))

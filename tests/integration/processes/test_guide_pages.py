@@ -95,7 +95,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("page", TRIED, ids=lambda page: page.stem)
-def test_it_does_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run_as_described(page: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     examples = blocks(page)
     if page.stem == "generation":  # a small model replaces the weights that the page names

@@ -183,7 +183,7 @@ def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
         metrics.get("/metrics")
 
 
-def test_latencies_are_shown_as_metrics_config_says(
+def test_latencies_appear_as_metrics_config_sets(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
     repositories.add(repository, "simple")

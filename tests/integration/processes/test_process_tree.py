@@ -56,7 +56,7 @@ def test_workers_end_first_where_memory_is_short(server: Server) -> None:
     assert score("worker simple.0") == min(1000, own + 500)
 
 
-def test_every_process_says_what_it_is(server: Server) -> None:
+def test_every_process_has_a_descriptive_title(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
         assert titles[title] == 1, titles

@@ -100,7 +100,7 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
     )
 
 
-def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
+def test_a_partly_answered_request_fails_with_its_worker(repeating: Server) -> None:
     with stream(repeating) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
         results.get(timeout=30)

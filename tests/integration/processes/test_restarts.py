@@ -121,7 +121,7 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
         assert_unnoticed(outcomes)
 
 
-def test_by_taking_over(folder: Path) -> None:
+def test_restarts_by_takeover(folder: Path) -> None:
     """Each server is started while its predecessor runs, without a service manager for the
     sockets.
     """

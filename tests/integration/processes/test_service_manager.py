@@ -36,7 +36,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_service_manager_hears_of_the_start_and_the_end(
+def test_a_service_manager_is_notified_of_start_and_stop(
     manager: Manager, repository: Path
 ) -> None:
     repositories.add_slow(repository, "slow")
@@ -158,7 +158,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
     (short_folder / "http").unlink()
 
 
-def test_who_comes_while_models_load_waits_and_is_answered(
+def test_a_client_that_connects_during_a_load_is_answered_after_it(
     tmp_path: Path, short_folder: Path
 ) -> None:
     repository = tmp_path / "models"

@@ -52,7 +52,7 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_what_came_before_is_not_executed(
+def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
     """Section 3.8: the response is the same, its id the new request's."""
@@ -148,7 +148,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
     assert stats(http, "native")["inference_stats"]["cache_hit"]["count"] == 1
 
 
-def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Server) -> None:
+def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:
     """Section 4: hits, misses and their times, and no summary of whole requests."""
     array = np.full(3, 11, np.float32)
     for _ in range(3):

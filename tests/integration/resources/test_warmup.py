@@ -169,7 +169,7 @@ def test_without_batching_shapes_are_as_they_are_written(server: Server) -> None
     assert all(0 <= float(value) < 1 for value in values) and len(set(values)) == 3
 
 
-def test_data_come_from_a_file_in_the_models_folder(server: Server) -> None:
+def test_warmup_data_are_read_from_the_models_folder(server: Server) -> None:
     assert seen(server, "filed") == [[{"X": [[1, 3], ["0.0", "1.0", "2.0"]]}]]
 
 
@@ -188,7 +188,7 @@ def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
     assert request["F"] == [[1, 1], ["hi"]]
 
 
-def test_controls_of_sequences_are_as_the_sample_names_them(server: Server) -> None:
+def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     """Others are those of a whole sequence."""
     start = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
     ((request,),) = seen(server, "controlled", parameters=start)[-1:]

@@ -62,7 +62,7 @@ def test_a_missing_batch_dimension_is_added(
 
 
 @pytest.mark.parametrize("datatype", [name for name in ITEM_SIZE if name != "BYTES"])
-def test_every_datatype_goes_there_and_back(datatype: str) -> None:
+def test_every_datatype_is_encoded_and_decoded(datatype: str) -> None:
     value: Any = [[True, False], [False, True]] if datatype == "BOOL" else [[0, 1], [2, 64]]
     shape, raw = encode(tensor(datatype, -1, 2), value)
     assert (shape, len(raw)) == ([2, 2], 4 * ITEM_SIZE[datatype])
@@ -137,7 +137,7 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
     np.testing.assert_array_equal(array, torch.from_numpy(values).bfloat16().float().numpy())
 
 
-def test_values_come_from_json_and_files(tmp_path: Path) -> None:
+def test_values_are_read_from_json_and_files(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.arange(3))
     assert load_value("X", f"@{path}").tolist() == [0, 1, 2]

@@ -28,9 +28,55 @@ def test_without_a_topic_there_are_the_contents(capsys: pytest.CaptureFixture[st
     assert cli.main(["guide"]) == 0
     captured = capsys.readouterr().out
     for page in (FOLDER / "guide").glob("*.md"):
-        assert page.stem == "contents" or f"(shmserve guide {page.stem})" in captured
+        assert page.stem == "contents" or f"`shmserve guide {page.stem}`" in captured
+    assert "`shmserve guide protocol`" in captured
     assert "`client`" in captured
     assert "`flags`" in captured
+
+
+def test_tables_are_columns_of_text() -> None:
+    page = """\
+Text with a | bar.
+
+| name | |
+|---|---|
+| `a` | one \\| two |
+| bcd | words that do not fit into the width |
+| ef | |
+
+```text
+| code | stays |
+```
+| | |
+|---|---|
+| x | y |
+"""
+    assert guide.with_columns(page, 24).splitlines() == [
+        "Text with a | bar.",
+        "",
+        "name",
+        "----  ------------------",
+        "`a`   one | two",
+        "bcd   words that do not",
+        "      fit into the width",
+        "",
+        "ef",
+        "",
+        "```text",
+        "| code | stays |",
+        "```",
+        "-  -",
+        "x  y",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_no_table_is_wider_than_the_terminal(width: int) -> None:
+    for topic in guide._pages():
+        text = guide.page(topic)
+        kept = set(text.splitlines())
+        for line in guide.with_columns(text, width).splitlines():
+            assert line in kept or len(line) <= width, topic
 
 
 def test_in_a_terminal_a_pager_shows_it() -> None:

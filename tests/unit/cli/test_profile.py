@@ -25,6 +25,7 @@ def test_no_step_is_no_mistake() -> None:
     nothing = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
     table = profile.table("m", nothing)
     assert "m: 0 steps in 1.0 s: the model generated nothing" in table
+    assert "--url http://HOST:PORT" in table
     assert "shmserve perf m --openai chat" in table and "ms per step" not in table
 
 

@@ -200,6 +200,7 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
     ("arguments", "says"),
     [
         (["install", "--program=/home/me/shmserve"], "the units cannot read '/home/me/shmserve'"),
+        (["install", "--program=/tmp/x"], "elsewhere, with a Python that is elsewhere, too"),
         (["show", "--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
         (["show", "--user", "--root=/x"], "--root: an image has no user's manager"),
     ],

@@ -92,7 +92,7 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_server_that_lets_nobody_in(tmp_path: Path, answer: bytes, why: str) -> None:
+def test_a_server_that_refuses_the_user_is_found(tmp_path: Path, answer: bytes, why: str) -> None:
     """It is there, so whoever reads the error need not look for it."""
     (tmp_path / "guests").mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

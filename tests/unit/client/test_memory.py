@@ -68,7 +68,7 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
     )
 
 
-def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
+def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
     alone = memories.allocate(100, alone=True)
@@ -458,7 +458,7 @@ def test_lists_with_values_outside_the_datatype_are_rejected(value: object, data
         from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
-def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
+def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
     models = ClientModels()
     models.ready = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):

@@ -123,7 +123,7 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
 )
-def test_what_is_no_setting_of_metrics_is_refused(text: str, says: str) -> None:
+def test_unknown_metrics_settings_are_refused(text: str, says: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
 
 
@@ -202,13 +202,11 @@ def test_flags_without_effect_are_named_once() -> None:
         (("--strict-model-config=false",), True),
     ],
 )
-def test_what_has_models_complete_their_configurations(
-    flags: tuple[str, ...], completes: bool
-) -> None:
+def test_which_flags_complete_configurations(flags: tuple[str, ...], completes: bool) -> None:
     assert settings(*flags).auto_complete is completes
 
 
-def test_what_repeats_and_what_the_last_one_decides() -> None:
+def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
     options = settings(
         "--model-control-mode=explicit",
         "--load-model=a",

@@ -428,7 +428,7 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
 # --- statistics and metrics
 
 
-def test_statistics_are_those_of_the_schedulers(http: Http) -> None:
+def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     shown = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [shown]}

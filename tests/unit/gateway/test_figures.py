@@ -74,7 +74,7 @@ def test_exact_quantiles_are_preferred() -> None:
     assert second["recent"]["ms"] == []
 
 
-def test_phases_are_those_of_executed_requests() -> None:
+def test_phases_count_executed_requests_only() -> None:
     more = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
     _, second = rows_of(report(0), report(10, **more))
     assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}

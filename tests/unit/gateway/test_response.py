@@ -106,7 +106,7 @@ def with_addition(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
-def test_responses_are_those_of_triton(http: Http, case: dict[str, Any]) -> None:
+def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> None:
     method = case.get("method", "POST")
     body = case.get("body", "").encode("latin-1") or (b"" if method == "POST" else None)
     reply = http.call(method, case["path"], body, case.get("headers"))

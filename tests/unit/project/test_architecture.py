@@ -46,7 +46,7 @@ def test_it_is_read_in_one_go() -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
-def test_what_it_names_is_there(file: str, name: str) -> None:
+def test_every_named_file_and_function_exists(file: str, name: str) -> None:
     assert path(file).is_file()
     assert not name or name in names(path(file))
 

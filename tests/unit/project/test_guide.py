@@ -75,7 +75,7 @@ def test_the_contents_name_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_each_block_says_what_it_is_for(page: Path) -> None:
+def test_each_block_has_a_purpose(page: Path) -> None:
     fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
     assert len(fences) == 2 * len(blocks(page))
     for block in blocks(page):

@@ -130,7 +130,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_calls_all_end_and_only_those_in_a_deadlock_fail(seed: int) -> None:
+def test_random_calls_end_and_only_deadlocked_ones_fail(seed: int) -> None:
     world = World(seed)
     for _ in range(20_000):
         world.step()

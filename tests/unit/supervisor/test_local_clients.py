@@ -80,7 +80,7 @@ async def test_one_user_does_not_take_all_places(
         assert await welcome(stack.enter_context(come(folder)))
 
 
-async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> None:
+async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
     """It said hello and shared memory in one message: all of it goes with the program."""
     left = asyncio.Event()
     capabilities = Capabilities(bytes(32))
@@ -162,7 +162,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
 
 
 @pytest.mark.parametrize(("tensors", "told"), [(2000, True), (20_000, False)])
-async def test_a_model_with_many_inputs_costs_nobody_the_connection(
+async def test_a_model_with_many_inputs_ends_no_connection(
     folder: Path, tensors: int, told: bool
 ) -> None:
     """Neither who is there when it is loaded, nor who comes later."""
@@ -192,7 +192,7 @@ async def test_a_model_with_many_inputs_costs_nobody_the_connection(
         assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})
 
 
-def test_what_local_clients_are_told_of_tensors() -> None:
+def test_the_tensors_that_a_welcome_lists() -> None:
     """All that is set, of what a request must fit."""
     tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
     unset = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}

@@ -61,7 +61,7 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
-async def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) -> None:
+async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> None:
     hears = supervisor()
     context = hears.context
     context.control.dismiss.return_value = role
@@ -80,7 +80,7 @@ async def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) 
 READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 
-def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many processes as models, and each would be woken for each that is unloaded."""
     monkeypatch.setattr("shmserve.supervisor.supervisor._REPORT_AFTER_S", 0.0)
 
@@ -103,7 +103,7 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
     ]
 
 
-async def test_what_fails_in_the_background_is_logged_at_once(
+async def test_a_failure_in_the_background_is_logged_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fail() -> None:

@@ -79,7 +79,7 @@ def test_no_tensor_of_other_types(array: Any) -> None:
         Tensor("x", array)
 
 
-def test_no_tensor_of_something_else() -> None:
+def test_a_tensor_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
@@ -121,7 +121,7 @@ def test_dlpack_of_bf16() -> None:
     assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
-def test_what_dlpack_does_not_take() -> None:
+def test_unsupported_dlpack_tensors_are_refused() -> None:
     with pytest.raises(TritonModelException, match="does not have support for string tensors"):
         Tensor("x", np.array([b"a"], dtype=object)).to_dlpack()
     with pytest.raises(TritonModelException, match="Tensor must be a DLPack capsule"):
@@ -193,7 +193,7 @@ def test_errors(code: str, status: int) -> None:
     assert to_model(to_server(error)).code() is error.code()
 
 
-def test_an_error_is_internal_unless_it_says_otherwise() -> None:
+def test_an_error_without_a_code_is_internal() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
     assert to_model(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
     for wrong_value in ((3,), ("a", 3)):
@@ -216,7 +216,7 @@ def test_responses() -> None:
     assert str(to_response(failed).error) == "no"
 
 
-def test_no_response_of_something_else() -> None:
+def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
@@ -398,7 +398,7 @@ def test_bytes_are_taken_for_text() -> None:
         lambda: pb_utils.unload_model(b"\xff"),  # type: ignore[arg-type]
     ],
 )
-def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:
+def test_calls_with_wrong_arguments_are_a_type_error(call: Callable[[], object]) -> None:
     with pytest.raises(TypeError):
         call()
 
@@ -439,7 +439,7 @@ def test_a_config_is_filled_in() -> None:
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
-def test_what_is_written_and_agrees_stays() -> None:
+def test_equal_values_of_the_author_stay() -> None:
     written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
     configuration = config(
         input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}

@@ -192,7 +192,7 @@ def test_arbitrary_bytes_have_at_most_one_fingerprint(raw: bytes) -> None:
 
 
 @given(st.integers(0, 2**62))
-def test_varints_are_those_of_protobuf(value: int) -> None:
+def test_varints_decode_as_in_protobuf(value: int) -> None:
     tag = b"\x20"  # field 4
     message = ours.ModelStatistics.FromString(tag + encode_varint(value))
     assert message.inference_count == value

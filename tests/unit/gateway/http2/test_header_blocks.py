@@ -135,7 +135,7 @@ def test_the_cache_is_bounded() -> None:
 
 def test_nothing_is_cached_without_access_to_the_table() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
-    decoder._can_cache = False
+    decoder._caches = False
     assert decoder.decode_request(REQUEST) is not decoder.decode_request(REQUEST)
 
 
@@ -154,13 +154,21 @@ def test_lengths_at_the_limits_of_integers() -> None:
 
 
 def test_a_header_list_that_is_too_large_is_refused() -> None:
-    """By the sum of its fields, as HPACK counts them, before they are all there."""
+    """By the sum of its fields, as HPACK counts them: the stream fails, and later ones do not.
+
+    A list of several times that size ends the connection before all fields are decoded.
+    """
     decoder = HeaderDecoder(RequestFields, 1000)
     field = b"\x00" + _string(b"n" * 34) + _string(b"v" * 34)  # 100 bytes
     start = 43 + 43 + 38  # of REQUEST: method, scheme, path
     assert len(decoder.decode_request(REQUEST + field * ((1000 - start) // 100))) == 3 + 8
+    indexed = b"\x40" + _string(b"k") + _string(b"v")
+    with pytest.raises(StreamFault) as refused:
+        decoder.decode_request(REQUEST + indexed + field * ((1000 - start) // 100 + 1))
+    assert refused.value.code is FaultCode.ENHANCE_YOUR_CALM
+    assert decoder.decode_request(REQUEST + b"\xbe")[-1] == (b"k", b"v")
     with pytest.raises(ConnectionFault) as caught:
-        decoder.decode_request(REQUEST + field * ((1000 - start) // 100 + 1))
+        decoder.decode_request(REQUEST + field * 40)
     assert caught.value.code is FaultCode.ENHANCE_YOUR_CALM
 
 

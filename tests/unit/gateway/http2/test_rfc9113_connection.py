@@ -174,7 +174,7 @@ def test_section(case: Case) -> None:
     case.check(Limits(frame=16384))
 
 
-def test_the_servers_settings_come_first() -> None:
+def test_the_servers_settings_are_its_first_frame() -> None:
     """3.4: SETTINGS are the first that a server sends, which may come before the preface."""
     engine = Engine(Limits(streams=7, window=70000, frame=20000, header_list=5000))
     first = engine.sent[0]

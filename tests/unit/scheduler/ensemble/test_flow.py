@@ -74,10 +74,10 @@ def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
     """Return the steps that run and the outputs that exist, computed from the definition."""
-    needed = graph.needed(graph.outputs)
+    needed = graph.needed_steps(graph.outputs)
     runs: set[int] = set()
     skipped: set[str] = set()
-    for step in graph.in_order():
+    for step in graph.sorted_steps():
         if step.index not in needed:
             continue
         lacks = any(tensor in skipped for tensor in step.inputs.values())

@@ -177,7 +177,7 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
 
 
 @pytest.mark.parametrize("turns", range(12))
-def test_a_cancelled_request_leaves_nothing_whenever_it_is(turns: int) -> None:
+def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings)

@@ -53,7 +53,7 @@ def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     )
 
 
-def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
+def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     for version in "12":
         (folder / version).mkdir(parents=True)
@@ -134,7 +134,7 @@ def update(version: ModelVersion, count: int) -> InstanceUpdate:
     return updated
 
 
-async def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
+async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await serving(processes, 2)
@@ -170,7 +170,7 @@ async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
     assert observed == (3, [InstanceState.READY])
 
 
-async def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
+async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     """Given up while it loads, as an unload does: readiness and configuration stay."""
     processes = Processes()
     model = await serving(processes, 1)

@@ -104,7 +104,7 @@ def test_illegal_events_raise() -> None:
     assert new_instance.state is InstanceState.STARTING
 
 
-def test_a_worker_that_dies_and_comes_back() -> None:
+def test_a_worker_exits_and_restarts() -> None:
     new_instance = instance()
     for event in ("started", "loaded", "exited", "restart", "started", "loaded", "stop", "exited"):
         new_instance.transition(event)
@@ -179,7 +179,7 @@ def test_stacks_are_read_once_they_are_whole(
         ("", ""),
     ],
 )
-def test_the_place_is_of_the_models_code_in_the_thread_that_loads(
+def test_the_reported_frame_is_the_models_in_the_loading_thread(
     stacks: str, memory_range: str
 ) -> None:
     assert instances.model_frame(stacks, Path("/tmp")) == memory_range
@@ -207,7 +207,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 
 
 @pytest.mark.parametrize("silent", [m.CompleteConfig, m.LoadInstance])
-def test_a_load_over_the_limit_says_where_it_hangs(silent: type[Any]) -> None:
+def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None:
     """Both what completes the configuration and what loads, and nothing of it is left."""
 
     async def story(processes: Processes, model: ModelVersion) -> None:
@@ -222,7 +222,7 @@ def test_a_load_over_the_limit_says_where_it_hangs(silent: type[Any]) -> None:
     live(story, *LIMIT)
 
 
-def test_a_restart_that_hangs_is_tried_again_and_given_up(
+def test_a_hanging_restart_is_retried_and_abandoned(
     written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 2)

@@ -75,7 +75,7 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_wrong_version_is_told_from_a_wrong_file(tmp_path: Path) -> None:
+def test_errors_of_a_version_and_of_the_file_have_other_types(tmp_path: Path) -> None:
     error = refusal(planner(tmp_path, "\n instance_group { kind: KIND_GPU }\noutput { dims: 1 }"))
     assert isinstance(error, InvalidArgument)
     assert error.message.removeprefix(FAILED) == (
@@ -98,7 +98,7 @@ def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
     assert tuple(with_files.message.removeprefix(UNREAD).splitlines()) == expected
 
 
-def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
+def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     plans = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }')
     (spec,) = plans.plan("m", "", {})
     with pytest.raises(InvalidArgument) as caught:

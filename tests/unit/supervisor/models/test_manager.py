@@ -122,9 +122,7 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
 
 
 @pytest.mark.parametrize("reported", [True, False])
-async def test_a_load_that_hangs_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, reported: bool
-) -> None:
+async def test_a_hanging_load_is_abandoned(monkeypatch: pytest.MonkeyPatch, reported: bool) -> None:
     """The unload comes before the hang is reported, or after it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
     processes = Processes()
@@ -250,7 +248,7 @@ def test_only_what_differs_is_sent() -> None:
     assert list(publications.snapshot()) == [GONE, TWO]
 
 
-def test_a_model_on_demand_is_told_of_until_it_is_not() -> None:
+def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     """Whatever its versions do."""
     gateway, publications = Gateway(), Publications()
     asleep = ModelOnDemand("m", 0)

@@ -139,7 +139,7 @@ STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]],
 
 
 @pytest.mark.parametrize(("story", "said"), STORIES)
-async def test_what_is_said_in_which_order(
+async def test_the_order_of_messages(
     story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], said: list[str]
 ) -> None:
     processes = Traced()

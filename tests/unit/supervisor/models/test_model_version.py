@@ -67,7 +67,7 @@ async def test_only_the_process_is_killed_that_its_scheduler_means(
     assert signalled == [meant]
 
 
-async def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_none(
+async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of its death everybody is told, whatever it was; one that takes over hears who is gone."""
@@ -124,7 +124,7 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
 
 
 @pytest.mark.parametrize("at_load", [False, True])
-async def test_what_somebody_kills_is_not_given_up(
+async def test_killed_workers_are_always_restarted(
     monkeypatch: pytest.MonkeyPatch, at_load: bool
 ) -> None:
     """It starts again after longer and longer pauses, as often as that is; a crash of its own is
@@ -158,7 +158,7 @@ async def test_what_somebody_kills_is_not_given_up(
 
 
 @pytest.mark.parametrize("serves", [False, True])
-async def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
+async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     """One that only dies is waited for longer and longer."""
@@ -192,7 +192,7 @@ async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.problem == ""
 
 
-async def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
+async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Programs on this host hear of it by sockets of their own, which wait for no loop turn."""
@@ -211,7 +211,7 @@ async def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
     assert order == [expected, "flushed", SchedulerLost(lost, model.endpoint)]
 
 
-async def test_who_waits_for_an_end_is_cancelled() -> None:
+async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None:
     """The others hear of it all the same."""
     processes = Processes()
     model = deployment(processes)
@@ -229,7 +229,7 @@ async def test_who_waits_for_an_end_is_cancelled() -> None:
     assert (await worker.exited) == "signal 9"
 
 
-async def test_a_load_that_is_cancelled_leaves_nothing_to_wait_for() -> None:
+async def test_a_cancelled_load_leaves_nothing_to_wait_for() -> None:
     processes = Processes()
     processes.hanging = True
     starting = asyncio.ensure_future(deployment(processes).start())

@@ -158,7 +158,7 @@ async def as_far_as_they_come() -> None:
         await turns()
 
 
-def test_who_loads_a_step_that_is_being_unloaded_is_answered() -> None:
+def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
     """The unload waits until all know that its ensemble is gone; the load comes after it."""
 
     async def story() -> None:
@@ -178,7 +178,7 @@ def test_who_loads_a_step_that_is_being_unloaded_is_answered() -> None:
     live(story)
 
 
-def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
+def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
     """Whoever waits for the load is answered."""
 
     async def story() -> None:
@@ -288,7 +288,7 @@ def test_circles_of_overrides_are_refused() -> None:
     live(story)
 
 
-def test_a_circle_with_what_serves_until_a_load_is_over_is_refused() -> None:
+def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
     """The load may fail, and then it serves on."""
 
     async def story() -> None:
@@ -322,7 +322,7 @@ def test_generations_that_need_one_another_end() -> None:
     live(story)
 
 
-def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
+def test_an_ensemble_reports_a_step_that_failed_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
@@ -379,7 +379,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
     live(story)
 
 
-def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_know() -> None:
+def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> None:
     """What is there still serves, though it will not for long; what comes does, too."""
 
     async def story() -> None:
@@ -404,7 +404,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
     live(story)
 
 
-def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
+def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() -> None:
     """However often its process ends: that it is ready and known is asked at one moment."""
 
     async def story() -> None:
@@ -458,7 +458,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
     live(story)
 
 
-def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> None:
+def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     """Its long life is told once: a device that is free again a second later costs no model."""
 
     async def story() -> None:
@@ -529,7 +529,7 @@ def test_a_reload_of_what_does_not_differ(written: bool) -> None:
     live(story)
 
 
-def test_a_version_that_fails_leaves_those_that_stay_as_they_are() -> None:
+def test_a_failing_version_keeps_the_other_versions() -> None:
     """All of a load or none."""
 
     async def story() -> None:
@@ -565,7 +565,7 @@ def test_equal_loads_that_wait_are_one() -> None:
 
 
 @pytest.mark.parametrize("others", [[], ["f"], ["s"]])
-def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(
+def test_an_abandoned_load_cancels_its_steps_loads(
     others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where another ensemble, or a request, waits for the step, too, it goes on."""
@@ -592,7 +592,7 @@ def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(
     live(story)
 
 
-def test_an_unload_gives_up_the_loads_that_have_not_begun_and_none_after_it() -> None:
+def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
     async def story() -> None:
         server = Server(s=[])
         server.hanging = True
@@ -616,7 +616,7 @@ def test_an_unload_gives_up_the_loads_that_have_not_begun_and_none_after_it() ->
     live(story)
 
 
-def test_who_cannot_be_waited_for_is_said_to_be_unavailable() -> None:
+def test_an_ensemble_without_its_step_is_unavailable() -> None:
     """An ensemble that serves and whose step has been taken away is not ready, and says why."""
 
     async def story() -> None:

@@ -92,7 +92,7 @@ def test_at_the_same_time() -> None:
         asyncio.run(steps())
 
 
-def test_what_one_may_not_have() -> None:
+def test_a_server_cannot_take_a_region_of_another_server() -> None:
     """The other one keeps it."""
 
     async def steps() -> None:

@@ -39,7 +39,7 @@ def greedy(folder: Folder, count: int) -> list[int]:
     return generated(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
-def test_a_stream_tells_each_text_as_it_comes(scheduler: Scheduler, folder: Folder) -> None:
+def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.add(1, stream=True, max_tokens=24, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
@@ -92,7 +92,7 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
     ]
 
 
-def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
+def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {
         "input_ids": PROMPT,
         "max_tokens": 10,
@@ -111,7 +111,7 @@ def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
     assert together["usage"][0]["samples"] == [10, 10, 10]
 
 
-def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folder) -> None:
+def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder) -> None:
     whole = TOKENIZER.decode(greedy(folder, 30))
     pairs = [whole[memory_range : memory_range + 2] for memory_range in range(2, len(whole) - 2)]
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
@@ -153,7 +153,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     assert reasons == [[reason] for _, reason in cases]
 
 
-def test_who_takes_nothing_is_told_later_and_stops_nobody(
+def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler: Scheduler, folder: Folder
 ) -> None:
     scheduler.reads = False
@@ -242,7 +242,7 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, t
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 12])
-def test_a_successor_tells_all_tokens_and_their_logprobs(
+def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler: Scheduler, stream: bool, count: int
 ) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 20, "stream": stream, "n": 2}
@@ -441,7 +441,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a " * 20_000}, "tokens and one generated token exceed the limit of 512"),
     ],
 )
-def test_what_is_wrong_ends_the_request_and_nothing_else(
+def test_an_error_ends_only_its_own_request(
     scheduler: Scheduler, given: dict[str, Any], message: str
 ) -> None:
     scheduler.add(1, **given)

@@ -97,7 +97,7 @@ class Lone:
 
 
 @pytest.mark.parametrize(("family", "more"), VARIANTS)
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     folder: Folder, family: str, more: dict[str, Any]
 ) -> None:
     path = folder(family, **more)
@@ -129,7 +129,7 @@ def test_a_wrong_block_is_seen(folder: Folder) -> None:
     ("chunk", "block_size", "shuffled", "disturbance"),
     [(16, 4, False, ""), (1, 1, True, ""), (7, 4, True, "recompute"), (64, 16, True, "swap")],
 )
-def test_greedy_texts_are_those_of_transformers(
+def test_greedy_texts_equal_those_of_transformers(
     folder: Folder,
     tmp_path: Path,
     family: str,
@@ -188,7 +188,7 @@ def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
     assert torch.equal(lone.chunks(tokens, size, table), lone.chunks(tokens, 400, table))
 
 
-def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
+def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     lone = Lone(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
