@@ -34,9 +34,9 @@ Fields = Sequence[tuple[bytes, bytes]]
 # hpack's debug messages contain all headers, including secrets.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
-_MOST_CACHED = 64
-_LONGEST_CACHED = 512
-_MOST_DECODED = 4  # a larger list, in multiples of the limit, ends the connection
+_MAX_CACHED_BLOCKS = 64
+_MAX_CACHED_BLOCK_BYTES = 512
+_MAX_DECODED_FACTOR = 4  # a larger list, in multiples of the limit, ends the connection
 _FIELD_OVERHEAD = 32  # the size of a field in addition to its name and value (RFC 7541, 4.1)
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
 _LONG_UPDATE = 0x1F  # in the first byte of a table size update: more bytes of the integer follow
@@ -57,18 +57,18 @@ class HeaderDecoder(Generic[ConvertedHead]):
     """The decoder of a connection's header blocks.
 
     Args:
-        read: Converts the validated fields of a request.
-        largest: The size limit of a request's header list.
+        convert: Converts the validated fields of a request.
+        max_list_size: The size limit of a request's header list.
     """
 
-    def __init__(self, read: Callable[[Fields], ConvertedHead], largest: int) -> None:
+    def __init__(self, convert: Callable[[Fields], ConvertedHead], max_list_size: int) -> None:
         # A list above the limit is decoded, too, so that only its stream fails. Otherwise the
         # dynamic table would be unknown, and all calls of the connection would fail.
-        self._decoder = Decoder(_MOST_DECODED * largest)
-        self._read = read
-        self._largest = largest
+        self._decoder = Decoder(_MAX_DECODED_FACTOR * max_list_size)
+        self._convert = convert
+        self._max_list_size = max_list_size
         self._heads: dict[bytes, ConvertedHead] = {}
-        self._caches = hasattr(self._decoder.header_table, "dynamic_entries")
+        self._can_cache = hasattr(self._decoder.header_table, "dynamic_entries")
 
     def decode_request(self, block: bytes) -> ConvertedHead:
         """Return the head of a request.
@@ -81,14 +81,17 @@ class HeaderDecoder(Generic[ConvertedHead]):
         if cached is not None:
             return cached
         fields, is_cacheable = self._decode(block)
-        if sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields) > self._largest:
+        if (
+            sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields)
+            > self._max_list_size
+        ):
             raise StreamFault(FaultCode.ENHANCE_YOUR_CALM)
-        found = self._read(validate_request(fields))
-        if is_cacheable and len(block) <= _LONGEST_CACHED:
-            if len(self._heads) >= _MOST_CACHED:
+        head = self._convert(validate_request(fields))
+        if is_cacheable and len(block) <= _MAX_CACHED_BLOCK_BYTES:
+            if len(self._heads) >= _MAX_CACHED_BLOCKS:
                 self._heads.clear()
-            self._heads[block] = encode_frame_header
-        return encode_frame_header
+            self._heads[block] = head
+        return head
 
     def decode_trailers(self, block: bytes) -> None:
         """Decode and validate the trailers of a request.
@@ -110,7 +113,7 @@ class HeaderDecoder(Generic[ConvertedHead]):
             ConnectionFault: The block cannot be decoded, nor any later block.
         """
         table = self._decoder.header_table
-        entries: Sequence[object] = table.dynamic_entries if self._caches else ()
+        entries: Sequence[object] = table.dynamic_entries if self._can_cache else ()
         count, newest = len(entries), entries[0] if entries else None
         is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
         if is_update:
@@ -124,7 +127,7 @@ class HeaderDecoder(Generic[ConvertedHead]):
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
             self._heads.clear()
             return fields, False
-        return fields, self._caches
+        return fields, self._can_cache
 
 
 def _check_updates(block: bytes) -> None:
