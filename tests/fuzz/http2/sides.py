@@ -86,7 +86,7 @@ class Ours:
         self.decoded: Fields = ()  # the fields of the last header block
         headers = self._engine.http2._headers
         headers._decode = self._decode  # type: ignore[method-assign]
-        headers._read = self._read
+        headers._convert = self._read
         self.seen = Seen()
         self.take(OPENED)
 

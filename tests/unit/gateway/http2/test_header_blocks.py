@@ -135,7 +135,7 @@ def test_the_cache_is_bounded() -> None:
 
 def test_nothing_is_cached_without_access_to_the_table() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
-    decoder._caches = False
+    decoder._can_cache = False
     assert decoder.decode_request(REQUEST) is not decoder.decode_request(REQUEST)
 
 
