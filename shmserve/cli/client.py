@@ -20,7 +20,7 @@ from shmserve.protocols import (
     Transport,
     servers,
 )
-from shmserve.protocols.tensors import encode, input_named, load, split_input
+from shmserve.protocols.tensors import encode, find_input, load_value, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
 _EXIT = (
@@ -62,11 +62,11 @@ def _infer_arguments(parser: argparse.ArgumentParser) -> None:
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request given on the command line. Raises InvalidArgument or TransportError."""
     named_values = [split_input(text) for text in args.input]
-    values = [(name, load(name, value)) for name, value in named_values]
+    values = [(name, load_value(name, value)) for name, value in named_values]
     model = transport.inputs(args.model, args.model_version)
     inputs = []
     for name, value in values:
-        tensor = input_named(name, model)
+        tensor = find_input(name, model)
         shape, raw = encode(tensor, value)
         inputs.append(InputTensor(name, tensor.datatype, shape, raw))
     yield from transport.infer(
@@ -162,7 +162,9 @@ def run(arguments: Sequence[str]) -> int:
         return _DONE
     where, infers = "", name == "infer"
     try:
-        transport: Any = (servers.transport if infers else servers.admin_transport)(args)
+        transport: Any = (servers.create_transport if infers else servers.create_admin_transport)(
+            args
+        )
         with contextlib.closing(transport):
             where = f"{transport.where}: "
             answers = _infer(transport, args) if infers else _answers(transport, name, args)

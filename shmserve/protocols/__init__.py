@@ -227,19 +227,19 @@ class Door(Protocol):
         """Close the door, after its lanes."""
 
 
-def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
+def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
     """Return the JSON object of an output. Raises ValueError or KeyError if it is malformed."""
     data = decode(datatype, list(shape), memoryview(raw))
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 
 
-def response(
+def response_json(
     model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the JSON object of a response."""
-    named = {"id": request_id, "model_name": model, "model_version": version}
+    identity = {"id": request_id, "model_name": model, "model_version": version}
     return {
-        **{key: value for key, value in named.items() if value},
+        **{key: value for key, value in identity.items() if value},
         **({"parameters": parameters} if parameters else {}),
         "outputs": outputs,
     }

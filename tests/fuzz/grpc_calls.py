@@ -183,7 +183,7 @@ async def _play(data: bytes) -> None:
         assert all(task.done() for task in other_tasks), "a task goes on"
         assert all(call.done for call in scene.begun)
         assert not scene.connection.http2.streams
-        assert not scene.connection.http2.sending.waiting
+        assert not scene.connection.http2.sending.waiting_streams
         assert scene.connection.front.budget._used == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)

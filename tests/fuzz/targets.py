@@ -228,7 +228,7 @@ def register(data: bytes) -> None:
         if found is not None and found[1][0]:
             check_region_name(found[1][0])
         raw = loads(body)
-        key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
+        key, offset, size, *flags = handlers.decode_registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
         assert 0 <= offset <= LARGEST
         assert 0 <= size <= LARGEST

@@ -82,7 +82,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _on_opening_timeout(self) -> None:
         self._opening_timer = None
-        if not self.http2.acknowledged:
+        if not self.http2.settings_acknowledged:
             self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -101,7 +101,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         streams = list(self.http2.streams.values())
         self.http2.streams.clear()
         for stream in streams:
-            self.http2.sending.drop(stream)
+            self.http2.sending.discard_output(stream)
             if stream.call is not None:
                 stream.call.handle_disconnect()
 
@@ -154,11 +154,11 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """
         self._current_buffer = self.front.read_buffer
         http2 = self.http2
-        if http2.arriving >= _MAX_JOINED_BYTES and self._tls is None:
-            stream = http2.arriving_for
+        if http2.arriving_bytes >= _MAX_JOINED_BYTES and self._tls is None:
+            stream = http2.arriving_stream
             if stream is not None and stream.call is not None:
                 self._current_buffer = (
-                    stream.call.next_buffer(http2.arriving) or self._current_buffer
+                    stream.call.next_buffer(http2.arriving_bytes) or self._current_buffer
                 )
         return self._current_buffer
 
@@ -193,7 +193,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._is_handling_data = False
         if self.lifetime.counts_received:
             self.lifetime.record_received()
-        if http2.sending.ready or http2.sending.waiting or self._tls is not None:
+        if http2.sending.ready or http2.sending.waiting_streams or self._tls is not None:
             self.flush()
         if http2.closing:
             self._close_after_violation()
@@ -245,7 +245,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         ready, transport = sending.ready, self.transport
         if transport is None:
             return
-        if sending.waiting:
+        if sending.waiting_streams:
             self._schedule_check()
         if not ready and self._tls is None:
             return
@@ -310,16 +310,16 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call, arriving in list(self._arriving_messages.items()):
             if arriving.is_overdue(now):
                 call.on_timeout()
-        blocked = tuple(self.http2.sending.waiting)
+        blocked = tuple(self.http2.sending.waiting_streams)
         time_limit_s = self.front.body_timeout_s
         self._stalled = {
-            stream: self._stalled.get(stream, (now, stream.sent)) for stream in blocked
+            stream: self._stalled.get(stream, (now, stream.sent_bytes)) for stream in blocked
         }
         for stream, (stalled_at, sent_bytes) in list(self._stalled.items()):
             if now - stalled_at < time_limit_s:
                 continue
-            if stream.sent - sent_bytes >= time_limit_s * SLOWEST_RATE:
-                self._stalled[stream] = now, stream.sent
+            if stream.sent_bytes - sent_bytes >= time_limit_s * SLOWEST_RATE:
+                self._stalled[stream] = now, stream.sent_bytes
             else:
                 self._reset_stalled(stream)
         self.flush()
@@ -441,11 +441,14 @@ class ConnectionLifetime:
     def _check_alive(self) -> None:
         """Send a ping if no frame was received since the last check."""
         http2, settings = self._connection.http2, self._settings
-        is_silent, self._checked_frames = http2.frames_in == self._checked_frames, http2.frames_in
+        is_silent, self._checked_frames = (
+            http2.received_frames == self._checked_frames,
+            http2.received_frames,
+        )
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
-        data_frames = http2.sending.frames
+        data_frames = http2.sending.data_frames
         if data_frames != self._counted_data_frames:
             self._counted_data_frames, self._pings_sent = data_frames, 0
         if settings.max_pings_without_data and self._pings_sent >= settings.max_pings_without_data:
@@ -473,11 +476,11 @@ class ConnectionLifetime:
 
     def _count_pings(self) -> None:
         http2, settings = self._connection.http2, self._settings
-        new_pings, self._pings = http2.pings - self._pings, http2.pings
+        new_pings, self._pings = http2.ping_count - self._pings, http2.ping_count
         if not new_pings:
             return
-        if http2.sending.frames != self._counted_data_frames:
-            self._counted_data_frames, self._strikes = http2.sending.frames, 0
+        if http2.sending.data_frames != self._counted_data_frames:
+            self._counted_data_frames, self._strikes = http2.sending.data_frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000

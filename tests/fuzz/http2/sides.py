@@ -86,7 +86,7 @@ class Ours:
         self.decoded: Fields = ()  # the fields of the last header block
         headers = self._engine.http2._headers
         headers._decode = self._decode  # type: ignore[method-assign]
-        headers._read = self._read
+        headers._convert = self._read
         self.seen = Seen()
         self.take(OPENED)
 
@@ -139,7 +139,7 @@ class Ours:
     def answer(self, stream: int) -> None:
         at = len(self._engine.sent)
         self._answered.add(stream)
-        self._engine.http2.sending.head(self._engine.stream(stream), _ANSWER, end=True)
+        self._engine.http2.sending.send_head(self._engine.stream(stream), _ANSWER, end=True)
         self._engine.flush()
         self._look(at)
 

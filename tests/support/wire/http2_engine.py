@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.header_blocks import Fields, content_length
+from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
 from shmserve.gateway.http2.incoming import (
     Data,
     Limits,
@@ -74,7 +74,7 @@ class RequestFields(tuple[tuple[bytes, bytes], ...]):
     @property
     def data_size(self) -> int:
         """Return the announced content length, or -1 without one."""
-        return content_length(self)
+        return parse_content_length(self)
 
 
 class Engine:

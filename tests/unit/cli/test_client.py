@@ -19,7 +19,7 @@ from shmserve.cli import client
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.protocols.tensors import ModelTensor, decode, encode, load
+from shmserve.protocols.tensors import ModelTensor, decode, encode, load_value
 
 METADATA = {
     "name": "m",
@@ -140,16 +140,16 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
 def test_values_are_read_from_json_and_files(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.arange(3))
-    assert load("X", f"@{path}").tolist() == [0, 1, 2]
-    assert load("X", '["a"]') == ["a"]
+    assert load_value("X", f"@{path}").tolist() == [0, 1, 2]
+    assert load_value("X", '["a"]') == ["a"]
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG\0")
-    shape, raw = encode(tensor("BYTES", -1, 1), load("X", f"@{picture}"))
+    shape, raw = encode(tensor("BYTES", -1, 1), load_value("X", f"@{picture}"))
     assert (shape, raw) == ([1, 1], b"\5\0\0\0\x89PNG\0")
     np.save(path, np.array([{}]), allow_pickle=True)
     for text in (f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
         with pytest.raises(InvalidArgument, match="input 'X'"):
-            load("X", text)
+            load_value("X", text)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -303,14 +303,14 @@ def test_a_file_that_holds_no_array(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument, match="input 'X': cannot read "):
-        load("X", f"@{path}")
+        load_value("X", f"@{path}")
 
 
 def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, a=np.zeros(1), b=np.zeros(1))
     with pytest.raises(InvalidArgument, match="contains several arrays; save a single array"):
-        load("X", f"@{path}")
+        load_value("X", f"@{path}")
 
 
 def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
@@ -331,7 +331,7 @@ def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
     ],
 )
 def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: list[int]) -> None:
-    value = load("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
     got, raw = encode(ModelTensor("X", "UINT8", shape), value)
     assert got == found and len(raw) == math.prod(found)
     if 1 not in shape and shape[-1] == 3:
@@ -343,7 +343,7 @@ def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: lis
 def test_the_bytes_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"\xff\xd8\0")
-    value = load("X", f"@{file}")
+    value = load_value("X", f"@{file}")
     assert encode(ModelTensor("X", "UINT8", (-1,)), value) == ([3], b"\xff\xd8\0")
     assert encode(ModelTensor("X", "UINT8", (-1, -1)), value) == ([1, 3], b"\xff\xd8\0")
     assert encode(ModelTensor("X", "BYTES", (-1, 1)), value) == ([1, 1], b"\3\0\0\0\xff\xd8\0")
@@ -364,7 +364,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
 def test_the_error_names_what_a_file_lacks(
     tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str
 ) -> None:
-    value = load("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
     with pytest.raises(InvalidArgument, match=text):
         encode(ModelTensor("X", datatype, shape), value)
 
@@ -375,7 +375,7 @@ def test_a_file_that_is_no_image_and_a_host_without_pillow(
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"text")
     with pytest.raises(InvalidArgument, match=r"the file is not an image|pip install pillow"):
-        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))
+        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load_value("X", f"@{file}"))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InvalidArgument, match="pip install pillow"):
-        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))
+        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load_value("X", f"@{file}"))

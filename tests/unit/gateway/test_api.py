@@ -152,7 +152,7 @@ def test_every_route_has_a_scope() -> None:
     # There is one place where a handler is found, and it authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
     source = inspect.getsource(routing.App.handle)
-    assert source.index("authorise(route, request, cors)") < source.index("route.handler")
+    assert source.index("check_authorised(route, request, cors)") < source.index("route.handler")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class InstantLane:
     def send(self, request: Any) -> None:
         self.door.sent.append(request)
         if request is not None:
-            self.door.poller.soon(self.answer(request))
+            self.door.poller.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
         return lambda: self.heard.ended(request if request.startswith("error") else "")

@@ -47,9 +47,9 @@ from shmserve.gateway.grpc.calls.messages import (
     release_message,
 )
 from shmserve.gateway.http2.connection import Http2Connection
-from shmserve.gateway.http2.header_blocks import STATUS_200, encode
+from shmserve.gateway.http2.header_blocks import STATUS_200, encode_block
 from shmserve.gateway.http2.incoming import Limits
-from shmserve.gateway.http2.outgoing import ResponseForm, Stream
+from shmserve.gateway.http2.outgoing import ResponseBlocks, Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.settings import GrpcSettings
@@ -62,15 +62,18 @@ _RESPONSE_FIELDS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
 )
-_RESPONSE_HEAD = STATUS_200 + encode(_RESPONSE_FIELDS)
+_RESPONSE_HEAD = STATUS_200 + encode_block(_RESPONSE_FIELDS)
 # The header block for each encoding of the messages, and for uncompressed messages (None).
 HEADS_BY_ENCODING: dict[str | None, bytes] = {
     None: _RESPONSE_HEAD,
-    **{name: _RESPONSE_HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
+    **{
+        name: _RESPONSE_HEAD + encode_block(((b"grpc-encoding", name.encode()),))
+        for name in ENCODINGS
+    },
 }
-OK_TRAILERS = encode(((b"grpc-status", b"0"),))
+OK_TRAILERS = encode_block(((b"grpc-status", b"0"),))
 _UNARY_FORMS = {
-    encoding: ResponseForm(head, OK_TRAILERS) for encoding, head in HEADS_BY_ENCODING.items()
+    encoding: ResponseBlocks(head, OK_TRAILERS) for encoding, head in HEADS_BY_ENCODING.items()
 }
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
@@ -129,7 +132,7 @@ def encode_response_start(http_status: int) -> bytes:
     """Return the beginning of the header block of a response that has no messages."""
     if http_status == 200:
         return _RESPONSE_HEAD
-    return encode(((b":status", str(http_status).encode()), *_RESPONSE_FIELDS))
+    return encode_block(((b":status", str(http_status).encode()), *_RESPONSE_FIELDS))
 
 
 def encode_trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
@@ -140,7 +143,7 @@ def encode_trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str
     if details:
         fields.append((b"grpc-message", percent_encode(details)))
     fields += [(key.encode(), value.encode()) for key, value in metadata]
-    return encode(fields)
+    return encode_block(fields)
 
 
 class GrpcCall(ABC):
@@ -219,11 +222,11 @@ class GrpcCall(ABC):
         self._stream.on_sent = self._on_all_sent
         if self._is_head_sent:
             if code is not StatusCode.OK:
-                sending.discard(self._stream)
-            sending.trailers(self._stream, block)
+                sending.discard_queued(self._stream)
+            sending.send_trailers(self._stream, block)
         else:
             head = encode_response_start(self.head.status)
-            sending.head(self._stream, head + block, end=True)
+            sending.send_head(self._stream, head + block, end=True)
         self._connection.flush()
 
     # --- for the connection of the call
@@ -435,7 +438,9 @@ class UnaryCall(GrpcCall):
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        connection.http2.sending.respond(self._stream, _UNARY_FORMS[self._compression], pieces)
+        connection.http2.sending.send_response(
+            self._stream, _UNARY_FORMS[self._compression], pieces
+        )
         connection.flush()
 
     def _handle_message(self, message: ReceivedMessage) -> None:
@@ -603,7 +608,7 @@ class StreamingCall(GrpcCall):
     def _send_head(self) -> None:
         self._is_head_sent = True
         sending = self._connection.http2.sending
-        sending.head(self._stream, HEADS_BY_ENCODING[self._compression])
+        sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
     async def write_all(
         self, responses: Sequence[bytes], stall_timeout_s: float | None = None
@@ -627,12 +632,12 @@ class StreamingCall(GrpcCall):
             return
         sending = self._connection.http2.sending
         if sum(map(len, pieces)) <= _MAX_JOINED_BYTES:
-            sending.data(self._stream, b"".join(pieces))
+            sending.send_data(self._stream, b"".join(pieces))
         else:
             for piece in pieces:
-                sending.data(self._stream, piece)
+                sending.send_data(self._stream, piece)
         self._connection.flush()
-        if not self._stream.queued:
+        if not self._stream.queued_bytes:
             await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
             return
         self._stream.on_progress = self._on_progress
@@ -641,5 +646,5 @@ class StreamingCall(GrpcCall):
             await self._write_waiter
 
     def _on_progress(self) -> None:
-        if not self._stream.queued:
+        if not self._stream.queued_bytes:
             self._wake(self._write_waiter)

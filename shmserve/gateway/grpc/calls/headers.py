@@ -14,7 +14,7 @@ from enum import IntEnum
 from urllib.parse import quote
 
 from shmserve.errors import QueueFull, ShmserveError
-from shmserve.gateway.http2.header_blocks import Fields, content_length
+from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
 
 
 class StatusCode(IntEnum):
@@ -98,7 +98,7 @@ class CallHead:
     )
 
     def __init__(self, fields: Fields) -> None:
-        self.data_size = content_length(fields)
+        self.data_size = parse_content_length(fields)
         self._fields = fields
         self._metadata: Metadata | None = None
         self.status = 200

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shmserve.gateway.grpc.calls import call
 from shmserve.gateway.grpc.calls.headers import ENCODINGS, CallHead, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
-from shmserve.gateway.http2.header_blocks import check_trailers, request_fields
+from shmserve.gateway.http2.header_blocks import check_trailers, validate_request
 
 START = [
     *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/inference.X/Y")),
@@ -150,7 +150,7 @@ def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]
     """Fields that pass as those of a request have text or binary metadata."""
     sent = [*START, KIND, *fields]
     try:
-        parsed = CallHead(request_fields(sent))
+        parsed = CallHead(validate_request(sent))
     except StreamFault:
         return
     for key, value in parsed.metadata:

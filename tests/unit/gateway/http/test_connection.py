@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection import HttpConnection
-from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, WriteResponse, json_response
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.listener import Acceptor, LimitedConnection, ListenerKind, ListenerRules
@@ -77,7 +77,7 @@ class Answering(App):
         self.answer = answer
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        begun, request.begun = request.begun, None
+        begun, request.begun_request = request.begun_request, None
         if begun is None:
             self.active += 1
         response = await (self.answer(request) if begun is None else begun.response())
@@ -107,7 +107,7 @@ class Underway:
     """
 
     def __init__(
-        self, request: HttpRequest, body: bytes, answer: Answer, turns: int, *, whole: bool
+        self, request: HttpRequest, body: bytes, answer: WriteResponse, turns: int, *, whole: bool
     ) -> None:
         self.request = request
         self.cancelled = False
@@ -149,7 +149,7 @@ class Repeats:
         self.begun: list[Underway] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
-        def begin(body: bytes, answer: Answer) -> Underway | None:
+        def begin(body: bytes, answer: WriteResponse) -> Underway | None:
             if (way := next(self._ways)) is None:
                 return None
             self.begun.append(Underway(request, body, answer, way[0], whole=way[1]))
@@ -317,7 +317,7 @@ def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.match = request.match is not None, (first, ())
+        has_match, request.route_match = request.route_match is not None, (first, ())
         return json_response(has_match)
 
     async def run() -> list[Any]:
@@ -342,7 +342,7 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.match = request.match is not None, (first, ())
+        has_match, request.route_match = request.route_match is not None, (first, ())
         return json_response(has_match)
 
     connection, transport = connected(first)

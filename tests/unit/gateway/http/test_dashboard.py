@@ -46,7 +46,7 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
     monkeypatch.setattr(management, "collect_reports", collect)
-    monkeypatch.setattr(live, "_EVERY_S", 0.01)
+    monkeypatch.setattr(live, "_SNAPSHOT_INTERVAL_S", 0.01)
     return pending_calls
 
 
@@ -163,7 +163,7 @@ def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[flo
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
             await told(viewer)
-            feed.end()
+            feed.end_streams()
             async for _ in viewer:
                 pass
 
@@ -184,7 +184,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
 
 
 def test_the_policy_allows_only_the_content_of_the_page() -> None:
-    body, headers = live._page()
+    body, headers = live._load_page()
     policy = dict(re.findall(r"([a-z]+-src) ([^;\r]+)", headers.decode()))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     for tag in ("style", "script"):

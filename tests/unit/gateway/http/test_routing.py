@@ -59,7 +59,9 @@ class Request(SimpleNamespace):
             find_access_error=refuse, find_host_error=refuse_host, listener=listener
         )
         given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
-        super().__init__(method=method, target=target, headers=given, match=None, begun=None)
+        super().__init__(
+            method=method, target=target, headers=given, route_match=None, begun_request=None
+        )
         self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
 
@@ -73,7 +75,7 @@ async def succeed(gateway: Any, request: Any) -> HttpResponse:
 
 
 TABLE = RouteTable(
-    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error, identified=True),
+    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error, has_request_id=True),
     Route("POST", "/v2/infer/{what}", "inference", fail),
     Route("GET", "/v2/health", "health", succeed),
     Route("", "/any", "metrics", succeed),

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
-from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.header_blocks import encode_block
 from shmserve.gateway.http2.incoming import Budget, Limits
-from shmserve.gateway.http2.outgoing import ResponseForm
+from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
     CONTINUATION,
@@ -34,7 +34,7 @@ from tests.support.wire.http2_engine import Engine
 
 PADDED, UNKNOWN = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
-FORM = ResponseForm(b"\x88", b"\x88")
+FORM = ResponseBlocks(b"\x88", b"\x88")
 SMALL = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
 _ENOUGH = 200  # of anything, for small limits
 
@@ -61,10 +61,11 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
     "a window that is too large": lambda n: begin(n, end=True) + window(n, 2**31 - 1),
     "a broken PRIORITY": lambda n: begin(n) + frame(PRIORITY, 0, n, b"1"),
     "more data than is said": lambda n: (
-        begin(n, block=REQUEST + encode([(b"content-length", b"1")])) + frame(DATA, 0, n, b"12")
+        begin(n, block=REQUEST + encode_block([(b"content-length", b"1")]))
+        + frame(DATA, 0, n, b"12")
     ),
     "less data than is said": lambda n: begin(
-        n, end=True, block=REQUEST + encode([(b"content-length", b"1")])
+        n, end=True, block=REQUEST + encode_block([(b"content-length", b"1")])
     ),
     "more data than was granted": lambda n: (
         begin(n) + frame(DATA, 0, n, bytes(SMALL.window)) + frame(DATA, 0, n, b"1")
@@ -105,7 +106,7 @@ def test_responses_earn_stream_resets() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
-        engine.http2.sending.respond(engine.stream(number), FORM, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
         engine.take(GIVEN_UP["rapid reset of whole requests"](number + 2))
         if number % 3 == 0:
             engine.take(frame(RESET, 0, number, bytes(4)))
@@ -147,7 +148,7 @@ def test_floods_end_the_connection(name: str) -> None:
     """
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.respond(engine.stream(3), FORM, ())
+    engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     before = len(engine.sent)
@@ -162,7 +163,7 @@ def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.respond(engine.stream(3), FORM, ())
+    engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_ENOUGH):
         engine.take(CONTROL[name](2 * number))
@@ -176,14 +177,14 @@ def test_calls_earn_control_frames() -> None:
     for number in range(1, 2000, 2):
         beside = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + beside)
-        engine.http2.sending.respond(engine.stream(number), FORM, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
     assert engine.gone is None
 
 
 def test_sent_data_earns_window_updates() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(1000):
-        engine.http2.sending.data(engine.stream(1), b"token")
+        engine.http2.sending.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
     assert engine.gone is None
 
@@ -193,7 +194,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
     engine = Engine(SMALL, Clock()).take(
         OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
-    engine.http2.sending.data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
+    engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
@@ -283,7 +284,7 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.sending.head(engine.stream(number), b"\x88", end=True)
+            engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - before <= SMALL.resets + 1
 
@@ -293,13 +294,13 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
 
 def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
     """Return the number of frames handled in each turn for these bytes."""
-    before = engine.http2.frames_in
+    before = engine.http2.received_frames
     engine.http2.receive(sent)
     while True:
-        yield engine.http2.frames_in - before
+        yield engine.http2.received_frames - before
         if not engine.http2.pending:
             break
-        before = engine.http2.frames_in
+        before = engine.http2.received_frames
         engine.http2.receive(b"")
 
 
@@ -324,7 +325,7 @@ def test_the_work_of_a_turn_is_bounded(piece: bytes, most: int) -> None:
 @pytest.mark.parametrize(("size", "most"), [(0, 10), (70, 8), (5000, 1)])
 def test_requests_count_as_more_work(size: int, most: int) -> None:
     """Long header blocks more than short ones, in one frame or in several."""
-    field = encode([(b"a", b"x" * size)])
+    field = encode_block([(b"a", b"x" * size)])
     for sent in (
         [begin(number, block=REQUEST + field) for number in range(1, 81, 2)],
         [
@@ -332,7 +333,7 @@ def test_requests_count_as_more_work(size: int, most: int) -> None:
             for number in range(1, 81, 2)
         ],
     ):
-        engine = Engine(Limits(frames=100, begin=9)).take(OPENED)
+        engine = Engine(Limits(frames=100, stream_cost=9)).take(OPENED)
         handled = list(_turns(engine, b"".join(sent)))
         assert max(handled) <= 2 * most
         assert len(engine.http2.streams) == 40
@@ -373,7 +374,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     engine.http2.sending.window = 0
     for number in streams:
         stream = engine.stream(number)
-        engine.http2.sending.data(stream, bytes(100_000))
+        engine.http2.sending.send_data(stream, bytes(100_000))
         stream.on_progress = look
     engine.take(window(0, 1) * 60)
     assert looks <= 2

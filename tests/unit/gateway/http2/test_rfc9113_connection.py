@@ -196,8 +196,8 @@ def test_each_settings_frame_is_acknowledged() -> None:
     engine = Engine().take(OPENED + setting((3, 1)) + setting((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
     assert engine.http2.sending.initial_window == 2
-    assert not engine.http2.acknowledged
-    assert engine.take(frame(SETTINGS, ACK, 0)).http2.acknowledged
+    assert not engine.http2.settings_acknowledged
+    assert engine.take(frame(SETTINGS, ACK, 0)).http2.settings_acknowledged
 
 
 def test_goaway_names_the_last_stream() -> None:
