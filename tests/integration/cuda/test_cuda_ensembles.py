@@ -1,4 +1,4 @@
-"""Steps of an ensemble on one real device: what is between them stays there."""
+"""Steps of an ensemble on one real device: the tensors between them stay on the device."""
 
 from pathlib import Path
 

@@ -229,7 +229,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
-    """Row 21: within RLIMIT_MEMLOCK; a worker that cannot pin says so in its log."""
+    """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
     few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
         with client.allocate(few, pin=True) as region:

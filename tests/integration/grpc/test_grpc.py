@@ -116,7 +116,9 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
-    """The rest wait at the client; none is refused, however fast one comes after the other."""
+    """The further calls wait at the client; none is refused, however fast calls follow each
+    other.
+    """
     async with grpc.aio.insecure_channel(server.grpc_url) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 

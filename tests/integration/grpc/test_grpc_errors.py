@@ -1,4 +1,4 @@
-"""What is wrong with a request over gRPC, case by case: the status and Triton's words for it."""
+"""Invalid requests over gRPC, case by case: the status and Triton's text."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
 
 
 def of_input(**given: tuple[str, object]) -> Callable[[Any], None]:
-    """The first input, with parameters instead of data."""
+    """Return a request whose first input has parameters instead of data."""
 
     def change(request: Any) -> None:
         del request.raw_input_contents[0]

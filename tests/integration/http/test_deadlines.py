@@ -1,6 +1,4 @@
-"""Requests that nobody waits for any more: deadlines from arrival to reply, and clients that hang
-up.
-"""
+"""Requests that no client waits for: expired deadlines, and clients that disconnect."""
 
 import json
 import time

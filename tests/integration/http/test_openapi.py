@@ -1,5 +1,7 @@
-"""The description of the HTTP API is true: what a running server answers to requests made of it,
-its errors too, is what it says; and the page that shows it needs nothing else."""
+"""The OpenAPI description is true: a running server's responses, errors included, match it.
+
+Requests are generated from the description. The page that shows it is tested, too.
+"""
 
 import json
 import re

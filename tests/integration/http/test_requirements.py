@@ -1,5 +1,5 @@
-"""Requirements on a server for clients nobody trusts, at a real server over both listeners, where
-no other test holds them.
+"""Requirements for a server with untrusted clients, tested over both listeners where no other
+test covers them.
 """
 
 import base64
@@ -118,8 +118,9 @@ HEADERS = {
 
 
 def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
-    """R16: one that matches the pattern and is named like what has a meaning is refused; what does
-    not match is nothing."""
+    """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
+    refused, and other headers are ignored.
+    """
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
     body = {**ASKED, "parameters": {"mine": 1}}
@@ -170,7 +171,7 @@ OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
-    """R17: whatever a name is, spelled however: only a folder of the repository is a model."""
+    """R17: any model name, in any encoding, names only a folder of the repository."""
     before = server.titles()
     spelled = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}

@@ -1,4 +1,4 @@
-"""shmserve.client against a real server: what goes in, what comes out, and where it lies."""
+"""shmserve.client with a real server: inputs, outputs, and the memory that contains them."""
 
 import asyncio
 import concurrent.futures
@@ -333,7 +333,9 @@ def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
 
 
 def test_finished_calls_keep_no_memory(client) -> None:
-    """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
+    """Holds without garbage collection, too: no reference cycle contains results, errors or
+    regions.
+    """
     x = frames()
     gc.collect()
     gc.disable()
@@ -381,7 +383,7 @@ def test_from_many_threads(client) -> None:
 
 
 def test_more_threads_than_a_scheduler_takes_links(client) -> None:
-    """All at once, so that none can have the link of one that is over."""
+    """All threads submit at once, so that no thread can reuse the link of an exited one."""
     count = 24
     all_have_asked = threading.Barrier(count)
     answers: list[float] = []

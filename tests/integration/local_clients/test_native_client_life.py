@@ -117,7 +117,9 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 
 def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
-    """A thread's requests go by the connection that is there, and what needs one more says so."""
+    """A thread's requests use the open connection. A call that needs a new descriptor raises an
+    error.
+    """
     run = run_python("-c", _WITHOUT_DESCRIPTORS, gated.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
@@ -153,7 +155,7 @@ def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
 
 
 def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
-    """Also when other threads come, who ask the same of the server."""
+    """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
     first: list[Any] = []
@@ -235,7 +237,7 @@ sys.stdin.read()
 
 
 def _shared(process: psutil.Process) -> int:
-    """How many clients' memories a process has mapped, or holds."""
+    """Return the number of clients' memories that a process maps or holds."""
     held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
@@ -384,7 +386,9 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
 def test_memory_is_taken_back_though_the_connection_is_interrupted(
     client: shmserve.client.Server,
 ) -> None:
-    """The connection's own thread takes it back, and waits for nobody who holds the lock."""
+    """The connection's own thread takes it back without waiting for a lock that the interrupted
+    thread holds.
+    """
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
     with client._session.connection()._lock:
@@ -497,7 +501,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     ask: Callable[[shmserve.client.Server], Any],
 ) -> None:
-    """It would wait for its own thread, which is the one that reads the responses."""
+    """The call would wait for its own thread, which is the one that reads the responses."""
     monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
     ask(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()

@@ -1,5 +1,6 @@
-"""`shmserve perf` against a real server: every door, shared memory, open loops, sequences, and what
-it says when something is wrong."""
+"""`shmserve perf` with a real server: all protocols, shared memory, open loops, sequences, and
+error messages.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What `shmserve profile` says of the steps of a model."""
+"""The output of `shmserve profile` about the steps of a model."""
 
 import argparse
 from pathlib import Path

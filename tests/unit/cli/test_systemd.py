@@ -1,4 +1,4 @@
-"""`shmserve systemd`: what it writes, by systemd's own tools; and that it changes no more."""
+"""`shmserve systemd`: the written units, checked by systemd's own tools, and no other change."""
 
 import shutil
 import subprocess
@@ -15,12 +15,12 @@ SYSTEM = Path("etc/systemd/system")
 
 
 def run(verb: str, root: Path, *more: str) -> int:
-    """The command for an image, with a program that is there wherever these tests are."""
+    """Run the command for an image, with a program whose path exists wherever the tests run."""
     return cli.main(["systemd", verb, f"--root={root}", "--program=/bin/sh", *more])
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """What a tool of systemd's prints; it must end with 0."""
+    """Return the output of one of systemd's tools, which must exit with 0."""
     if shutil.which(name) is None:
         pytest.skip(f"there is no {name} here")
     ran = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)

@@ -1,4 +1,6 @@
-"""Who waits for answers is told of all that happens, also of what happens while it looks around."""
+"""A channel that waits for responses receives all events, also those that arrive while it
+handles others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def listener(tmp_path: Path) -> Iterator[None]:
-    """A server that has no models, and says nothing more to the one program it lets in."""
+    """Yield a server without models that admits one program and sends nothing more."""
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
@@ -70,7 +72,7 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 
 def built(connection: ServerConnection) -> PackedRequest:
-    """A request of a model whose scheduler nobody reaches."""
+    """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0

@@ -106,7 +106,7 @@ class SupervisorContext:
         registry.close()
 
     def serve(self, answered: Callable[[], bool]) -> None:
-        """Be scheduler and worker until something has happened."""
+        """Play scheduler and worker until a condition holds."""
         while not answered():
             self.drop()
             self.link.wait(0.05)
@@ -143,7 +143,7 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
-    """The driver as the client has it; what it allocates is host memory to whoever asks."""
+    """Return the driver as the client uses it; the memory that it allocates is host memory."""
     export = cuda.exporting()
     monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
@@ -158,7 +158,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
-    """A server whose model doubles x to y."""
+    """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
         worker.context = dataclasses.replace(

@@ -48,7 +48,7 @@ CONFIG = {
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    """Memory that a server has been told of."""
+    """Yield the memories that a server has accepted."""
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -374,7 +374,7 @@ def test_options_as_they_travel() -> None:
 
 
 def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
-    """However often that came: numbers, strings, and what lies in memory."""
+    """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The configuration file: every flag by its name, and what the command line says counts."""
+"""The configuration file: every flag by its name, and the precedence of the command line."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from shmserve.errors import InvalidArgument
 
 
 def read(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
-    """A command line beside a file with this text."""
+    """Return the options of a command line and a file with this text."""
     file = tmp_path / "shmserve.yaml"
     file.write_text(text)
     return command_line.parse([f"--config={file}", *arguments])

@@ -1,5 +1,6 @@
-"""Mistakes that people make in configurations, and what must be said of each: where, which key,
-what was found, what is allowed, the nearest name."""
+"""Common mistakes in configurations, and the parts of each message: position, key, found value,
+allowed values, nearest name.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -21,14 +21,14 @@ ANY_FLAG = st.sampled_from(sorted(flags.FLAGS))
 
 
 def settings(*arguments: str, **environment: str) -> server.ServerConfig:
-    """The settings that a command line gives; the repository is a folder that is there."""
+    """Return the settings of a command line whose repository is an existing folder."""
     return server.from_flags(
         command_line.parse([f"--model-repository={ROOT}", *arguments]), environment
     )
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """The error that a command line gives."""
+    """Return the error of a command line."""
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message
@@ -155,7 +155,7 @@ TRITONS = """
 
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
-    """Each in both spellings; those that nothing is done about say what there is instead."""
+    """Each flag is known in both spellings; a flag without effect names its replacement."""
     known = TRITONS.split()
     assert set(known) <= set(flags.FLAGS)
     idle = [name for name in known if not flags.FLAGS[name].effect]

@@ -60,7 +60,7 @@ def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
 
 
 def report(name: str, version: str) -> dict[str, Any]:
-    """A scheduler's statistics: 3 requests in 2 executions."""
+    """Return a scheduler's statistics: 3 requests in 2 executions."""
     durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
     stats: dict[str, Any] = {
         key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
@@ -539,8 +539,9 @@ def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: 
 
 
 def test_each_model_has_an_example(simple: Scheduler) -> None:
-    """Its inputs without the optional ones; what JSON cannot have is binary, and what is long is
-    not written out."""
+    """The example has the required inputs. Values without a JSON form are binary, and long
+    values are abbreviated.
+    """
     dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (

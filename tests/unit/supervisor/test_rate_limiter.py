@@ -97,7 +97,7 @@ def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
 
 
 def test_a_large_request_does_not_block_smaller_ones() -> None:
-    """Rule 3.9.3: Triton tries only the first of those that wait."""
+    """Rule 3.9.3: Triton tries only the first waiting request."""
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []

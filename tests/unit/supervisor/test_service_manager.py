@@ -1,4 +1,4 @@
-"""What a service manager is told, and the sockets that it gives."""
+"""The notifications to a service manager, and the sockets that it passes."""
 
 import asyncio
 import contextlib
@@ -183,7 +183,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 
 
 def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
-    """What a process finds that is given these as its first descriptors."""
+    """Return what a process finds that received these sockets as its first descriptors."""
 
     def memory_range() -> None:
         copies = [

@@ -48,7 +48,7 @@ def test_a_response_is_written_in_one_piece() -> None:
 
 
 class TensorSink:
-    """Where a message goes as it arrives; `copied`: so many bytes of it were not read to it."""
+    """The sink of an arriving message; `copied` counts the bytes that were not read in place."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
@@ -356,7 +356,7 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
-    """However many come at once, and in how many frames; the last is none, when its turn comes."""
+    """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
     async def play(scene: Scene) -> None:
         resume, ended, seen = asyncio.Event(), asyncio.Event(), []
@@ -388,7 +388,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
 
 
 def test_unread_messages_do_not_keep_the_read_buffer() -> None:
-    """A buffer of the socket is larger than what is in it for a stream, and may be used again."""
+    """The socket's read buffer is larger than the stream's bytes in it, and may be reused."""
 
     async def play(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
@@ -435,7 +435,9 @@ def test_reading_messages_enlarges_the_window() -> None:
 
 
 def test_an_ended_stream_ends_its_handler() -> None:
-    """Who waits for a message, or for the client to take one, waits no longer."""
+    """A handler that waits for a message, or for the client to read one, continues with an
+    error.
+    """
 
     async def play(scene: Scene) -> None:
         ended: list[int] = []

@@ -124,7 +124,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
 )
 def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int) -> None:
-    """The others are not even read; one is, however large it is."""
+    """Further requests are not read; one request of any size is."""
     cancelled: list[str] = []
     request = bytes(size)
     asked = 0

@@ -29,7 +29,7 @@ theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
 
 
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
-    """Everything about the messages that shows on the wire, or in a program."""
+    """Return all properties of the messages that appear on the wire or in a program."""
     return {
         found
         for message in messages
@@ -153,7 +153,7 @@ PLACES = st.fixed_dictionaries(
 def test_the_identity_is_not_part_of_the_fingerprint(
     request_id: str, memory_ranges: dict[str, str]
 ) -> None:
-    """Whatever its id and its place in a sequence: they are what the whole message says."""
+    """Its id and its position in a sequence are read from each message."""
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")

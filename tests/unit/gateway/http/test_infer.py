@@ -99,7 +99,7 @@ class ClientIdentity(threading.Thread):
         self._http.close()
 
     def reply(self) -> Reply:
-        """The answer, once it is here."""
+        """Return the answer when it has arrived."""
         self.join(10)
         assert self._reply is not None, "no answer"
         return self._reply
@@ -364,7 +364,7 @@ def test_a_moved_scheduler_receives_later_requests(gateway: Rig, simple: Schedul
 
 
 def content(memory_range: Any) -> bytes:
-    """What a worker would read at a place."""
+    """Return the bytes that a worker reads from a memory range."""
     assert isinstance(memory_range, Range)
     fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
     try:
@@ -376,7 +376,7 @@ def content(memory_range: Any) -> bytes:
 
 @pytest.fixture
 def large(gateway: Rig) -> Scheduler:
-    """A model that takes whatever and returns one byte."""
+    """Publish a model that accepts any input and returns one byte."""
 
     def compute(request: Inference) -> Inferred:
         return Inferred((TensorRef("OUT", "INT8", (1,), b"\x07"),))

@@ -80,7 +80,7 @@ class Rig:
         return self.version.instances.count
 
     def changes(self) -> list[Any]:
-        """What the scheduler was told of the number of instances."""
+        """Return the instance counts that the scheduler received."""
         kinds = (m.RetireInstance, m.CountChange)
         return [message for message in self.sent if isinstance(message, kinds)]
 
@@ -88,7 +88,7 @@ class Rig:
 def played(
     monkeypatch: pytest.MonkeyPatch, play: Callable[[Rig], Awaitable[None]], *flags: str
 ) -> None:
-    """A version that has started, and what comes then."""
+    """Yield a started version, and let a story run."""
 
     async def live() -> None:
         rig = Rig(Processes(*flags), monkeypatch)
@@ -207,7 +207,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
 
 
 def load(at_s: float, **more: Any) -> LoadSample:
-    """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
+    """Return the load of two idle instances that took 50 ms for each of 100 requests."""
     fields: dict[str, Any] = {
         "executed": 100,
         "succeeded": 100,
@@ -223,14 +223,14 @@ def load(at_s: float, **more: Any) -> LoadSample:
 
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:
-    """It knows how long an execution takes."""
+    """Return a policy that knows the duration of an execution."""
     policy.sample(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
     policy.sample(load(0.1), 2)
     return policy
 
 
 def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> list[Change]:
-    """The changes of looks at the same load, for so long."""
+    """Return the changes after repeated samples of the same load for this time."""
     times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
     decisions = (policy.sample(load(at_s, **more), count) for at_s in times)
     return [change for change in decisions if change is not None]
@@ -279,7 +279,7 @@ def test_an_instance_is_added_when_served_requests_waited() -> None:
 
 
 def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
-    """Ten more were served, which waited for 100 ms each."""
+    """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
     counted = {"executed": count, "succeeded": count, "executions": count, "took_s": count / 20}
     return policy.sample(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
@@ -336,7 +336,7 @@ states = st.builds(
 def test_one_at_a_time_within_the_bounds(
     found: list[tuple[int, int, int, int]], target_s: float, delay_s: float
 ) -> None:
-    """Whatever is counted; and never one less while requests wait for those that there are."""
+    """Holds for any load. No instance is removed while requests wait for the existing ones."""
     policy, count, done = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
     for number, (more, pending, ready, busy) in enumerate(found):
         done, at_s = done + more, number / 10

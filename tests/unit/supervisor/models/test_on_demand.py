@@ -21,7 +21,7 @@ NAMES = "abcdefgh"
 
 @st.composite
 def residents(draw: st.DrawFn) -> list[Resident]:
-    """Models, of which some are steps of those before them."""
+    """Draw models, some of which are steps of earlier ones."""
     names = NAMES[: draw(st.integers(0, len(NAMES)))]
     return [
         Resident(

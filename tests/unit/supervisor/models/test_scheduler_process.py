@@ -1,4 +1,4 @@
-"""Counters of a scheduler that outlive it: restored by one that takes over, the base of another."""
+"""Counters that outlive their scheduler: a successor restores them, or adds them to its own."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from tests.rigs.process_rig import CONFIG, Processes, plan
 
 
 class Scheduler:
-    """A scheduler's end of it: the base that it was told last."""
+    """A scheduler's side: the base that it received last."""
 
     def __init__(self) -> None:
         self.base: dict[str, Any] = {}

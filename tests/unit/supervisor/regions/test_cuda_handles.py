@@ -303,7 +303,7 @@ def test_the_workers_on_the_device_are_asked() -> None:
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
-    """R24: what a worker says of a handle that others were asked about."""
+    """R24: an answer of a worker about a handle that other workers were asked about."""
     workers = Workers({0: [10]}, {10: ""})
     ask = workers.handles._send
 
@@ -347,7 +347,7 @@ def test_an_unchecked_handle_is_opened_by_the_first_request(
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One that believes to have two CUDA devices."""
+    """Yield a gateway of a server that seems to have two CUDA devices."""
     with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
         model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         model_rig.open()
@@ -375,7 +375,7 @@ def host(memory_id: int, number: int) -> m.RegionPublished:
 
 
 def body(**changed: Any) -> dict[str, Any]:
-    """A good registration, with changes; a None takes a member away."""
+    """Return a valid registration with changes; a None removes a member."""
     body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
     return {key: value for key, value in body.items() if value is not None}
 
