@@ -135,4 +135,6 @@ def test_a_server_that_loads_nothing_on_request_is_named(
     repositories.write(repository, "slow", CONFIG, SLOW)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
-    assert "--model-control-mode is none, and has to be explicit" in capsys.readouterr().err
+    assert (
+        "--model-control-mode is none; restart the server with explicit" in capsys.readouterr().err
+    )
