@@ -61,7 +61,8 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     before = in_force(asked)
     where = f"--url=http://{asked.url}" if door == "http" else f"--run-dir={asked.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
-    # A target that nothing misses: what is found here is no matter, that is for the simulation.
+    # Every configuration meets this target. The quality of the choice is tested by the
+    # simulation.
     assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
     assert in_force(asked) == before
     written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())

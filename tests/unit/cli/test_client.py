@@ -48,7 +48,7 @@ def back(datatype: str, shape: list[int], raw: bytes) -> Any:
         ((-1, 1), 3, [1, 1]),
         ((2,), 3, []),
         ((2,), [1, 2], [2]),
-        ((2, 2), [1, 2], [2]),  # the first dimension is not a batch's: the server says what it is
+        ((2, 2), [1, 2], [2]),  # the server defines whether the first dimension is the batch's
         ((-1, 2, 2), [1, 2], [2]),  # two dimensions less: likewise
         ((), 3, []),
         ((-1, 2), [], [1, 0]),

@@ -73,7 +73,7 @@ def test_another_process_parses_large_bodies() -> None:
         return problem
 
     assert "1000000 tokens exceed the limit of 100" in asyncio.run(bodies_at_once())
-    assert max(gaps) < 0.02  # of computing: others may have the processor
+    assert max(gaps) < 0.02  # seconds of processor time, because other processes may run meanwhile
 
 
 def test_malformed_json_is_reported() -> None:
