@@ -13,11 +13,11 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 
 
-def source_positions(text: str, class_name: str) -> dict[str, str]:
+def source_positions(source: str, class_name: str) -> dict[str, str]:
     """Find the positions of attributes, methods and arguments in the class that declares a model.
 
     Args:
-        text: The text of a Python file.
+        source: The text of a Python file.
         class_name: The name of a class at the top level of the file.
 
     Returns:
@@ -26,17 +26,17 @@ def source_positions(text: str, class_name: str) -> dict[str, str]:
         included. Empty if the file is not valid Python.
     """
     positions: dict[str, str] = {}
-    for class_node in _classes(text, class_name):
+    for class_node in _classes(source, class_name):
         positions = {"": _position(class_node), **dict(_members(class_node)), **positions}
     return positions
 
 
-_TRITON_CLASS, USUAL_CLASS = "TritonPythonModel", "Model"
+_TRITON_CLASS_NAME, DEFAULT_CLASS_NAME = "TritonPythonModel", "Model"
 # Base classes of data, interfaces and exceptions, which no model has.
-_HELPERS = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Exception", "BaseModel"}
+_NON_MODEL_BASES = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Exception", "BaseModel"}
 
 
-def served_class(text: str) -> str:
+def served_class(source: str) -> str:
     """Return the name of the class in the text of a model's file that is served, or "".
 
     This is the class with a method `predict` that no class of the file extends or uses. If there is
@@ -46,24 +46,26 @@ def served_class(text: str) -> str:
     Raises:
         InvalidArgument: Several classes have the method, and none of them is called `Model`.
     """
-    tree = _parsed(text)
+    tree = _parsed(source)
     names = set(map(_bound_name, ast.walk(tree)))
-    if _TRITON_CLASS in names:
+    if _TRITON_CLASS_NAME in names:
         return ""
     classes = _top_classes(tree)
     used = {name for class_node in classes.values() for name in _used_names(class_node)}
-    leaves = [name for name in classes if name not in used]
-    matches = [name for name in leaves if _has_predict(text, name)]
-    if len(matches) > 1 and USUAL_CLASS not in matches:
+    unused_classes = [name for name in classes if name not in used]
+    candidates = [name for name in unused_classes if _defines_predict(source, name)]
+    if len(candidates) > 1 and DEFAULT_CLASS_NAME not in candidates:
         raise InvalidArgument(
-            f"the classes {', '.join(matches)} have a method 'predict': name one in config.pbtxt, "
-            f'parameters {{ key: "class" value {{ string_value: "{matches[0]}" }} }}'
+            f"the classes {', '.join(candidates)} have a method 'predict': name one in "
+            "config.pbtxt, "
+            f'parameters {{ key: "class" value {{ string_value: "{candidates[0]}" }} }}'
         )
-    if len(matches) != 1 and USUAL_CLASS in names:
-        return USUAL_CLASS
-    if not matches and "*" not in names:  # `*` may import a TritonPythonModel
-        matches = [name for name in leaves if _bases(classes[name]) - _HELPERS]
-    return matches[0] if len(matches) == 1 else ""
+    if len(candidates) != 1 and DEFAULT_CLASS_NAME in names:
+        return DEFAULT_CLASS_NAME
+    # A `from ... import *` may import a TritonPythonModel, so nothing is guessed then.
+    if not candidates and "*" not in names:
+        candidates = [name for name in unused_classes if _bases(classes[name]) - _NON_MODEL_BASES]
+    return candidates[0] if len(candidates) == 1 else ""
 
 
 def _bound_name(node: ast.AST) -> str:
@@ -71,26 +73,26 @@ def _bound_name(node: ast.AST) -> str:
     match node:
         case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
             return name
-        case ast.alias(name=name, asname=alias):
-            return alias or name
+        case ast.alias(name=name, asname=local_name):
+            return local_name or name
     return ""
 
 
-def _used_names(class_def: ast.ClassDef) -> set[str]:
-    names = {node.id for node in ast.walk(class_def) if isinstance(node, ast.Name)}
-    return names - {class_def.name}
+def _used_names(class_node: ast.ClassDef) -> set[str]:
+    names = {node.id for node in ast.walk(class_node) if isinstance(node, ast.Name)}
+    return names - {class_node.name}
 
 
-def _bases(node: ast.ClassDef) -> set[str]:
+def _bases(class_node: ast.ClassDef) -> set[str]:
     """Return the names of the base classes, without modules and type arguments."""
-    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in class_node.bases}
 
 
-def _has_predict(text: str, name: str) -> bool:
-    return any("predict" in dict(_members(class_node)) for class_node in _classes(text, name))
+def _defines_predict(source: str, name: str) -> bool:
+    return any("predict" in dict(_members(class_node)) for class_node in _classes(source, name))
 
 
-def class_attribute(text: str, class_name: str, attribute: str) -> Any:
+def class_attribute(source: str, class_name: str, attribute: str) -> Any:
     """Return the value of a class's attribute in the text of a file, which is not executed.
 
     Names of base classes in the same file are included.
@@ -98,7 +100,7 @@ def class_attribute(text: str, class_name: str, attribute: str) -> Any:
     Raises:
         InvalidArgument: The value is not a literal.
     """
-    for class_node in _classes(text, class_name):
+    for class_node in _classes(source, class_name):
         for node in reversed(class_node.body):
             match node:
                 case (
@@ -115,10 +117,10 @@ def class_attribute(text: str, class_name: str, attribute: str) -> Any:
     return None
 
 
-def _parsed(text: str) -> ast.Module:
+def _parsed(source: str) -> ast.Module:
     """Return the tree of a Python file; it is empty if the file is not valid Python."""
     try:
-        return ast.parse(text)
+        return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # the worker reports the error
         return ast.Module([], [])
 
@@ -127,25 +129,28 @@ def _top_classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _classes(text: str, class_name: str) -> Iterator[ast.ClassDef]:
+def _classes(source: str, class_name: str) -> Iterator[ast.ClassDef]:
     """Yield a class and its bases in the text of a Python file, in about their order of lookup."""
-    classes, waiting = _top_classes(_parsed(text)), [class_name]
-    while waiting:
-        class_node = classes.pop(waiting.pop(0), None)
+    unvisited_classes, pending_names = _top_classes(_parsed(source)), [class_name]
+    while pending_names:
+        class_node = unvisited_classes.pop(pending_names.pop(0), None)
         if class_node is not None:
             yield class_node
-            waiting += [base.id for base in class_node.bases if isinstance(base, ast.Name)]
+            pending_names += [base.id for base in class_node.bases if isinstance(base, ast.Name)]
 
 
-def _members(class_def: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for node in class_def.body:
+def _members(class_node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for node in class_node.body:
         match node:
-            case ast.FunctionDef(name=name, args=args) | ast.AsyncFunctionDef(name=name, args=args):
+            case (
+                ast.FunctionDef(name=name, args=arguments)
+                | ast.AsyncFunctionDef(name=name, args=arguments)
+            ):
                 yield name, _position(node)
-                for each in (*args.posonlyargs, *args.args, *args.kwonlyargs):
-                    yield f"{name}.{each.arg}", _position(each)
+                for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                    yield f"{name}.{argument.arg}", _position(argument)
             case ast.Assign(targets=targets):
-                names = [each.id for each in targets if isinstance(each, ast.Name)]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
                 yield from ((name, _position(node)) for name in names)
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield name, _position(node)

@@ -16,14 +16,16 @@ from collections import deque
 FIRST_CREDIT = 32
 MOST_UNREAD_BYTES = 8 << 20
 
-TOGETHER = FIRST_CREDIT // 2
-BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
+RESPONSES_PER_CREDIT = FIRST_CREDIT // 2
+BYTES_PER_CREDIT = (
+    MOST_UNREAD_BYTES // 4
+)  # a reader sends credit after this many bytes at the latest
 
 
 class SendWindow:
     """The sender's flow-control window, which limits the unread responses and their bytes."""
 
-    __slots__ = ("_most", "_unread", "_unread_bytes")
+    __slots__ = ("_max_unread", "_unread", "_unread_bytes")
 
     def __init__(self, placed: bool = False) -> None:
         """Create an open window.
@@ -31,7 +33,7 @@ class SendWindow:
         Args:
             placed: Whether the outputs are written to the client's memory.
         """
-        self._most = 1 if placed else FIRST_CREDIT
+        self._max_unread = 1 if placed else FIRST_CREDIT
         self._unread: deque[int] = deque()  # bytes of each unread response, oldest first
         self._unread_bytes = 0
 
@@ -43,7 +45,7 @@ class SendWindow:
     @property
     def is_open(self) -> bool:
         """Return whether another response may be sent."""
-        return len(self._unread) < self._most and self._unread_bytes < MOST_UNREAD_BYTES
+        return len(self._unread) < self._max_unread and self._unread_bytes < MOST_UNREAD_BYTES
 
     def sent(self, byte_size: int) -> None:
         """Record that a response of `byte_size` bytes was sent."""
@@ -65,7 +67,7 @@ class SendWindow:
 class ReadWindow:
     """The reader's flow-control window, which counts the responses read and not credited yet."""
 
-    __slots__ = ("_bytes", "_most", "_responses")
+    __slots__ = ("_bytes", "_responses", "_responses_per_credit")
 
     def __init__(self, placed: bool = False) -> None:
         """Create a window without responses.
@@ -73,7 +75,7 @@ class ReadWindow:
         Args:
             placed: Whether each response overwrites the previous one in the client's memory.
         """
-        self._most = 1 if placed else TOGETHER
+        self._responses_per_credit = 1 if placed else RESPONSES_PER_CREDIT
         self._responses = 0
         self._bytes = 0
 
@@ -85,7 +87,7 @@ class ReadWindow:
         """
         self._responses += 1
         self._bytes += byte_size
-        if self._responses < self._most and self._bytes < BYTES_TOGETHER:
+        if self._responses < self._responses_per_credit and self._bytes < BYTES_PER_CREDIT:
             return 0
         responses, self._responses, self._bytes = self._responses, 0, 0
         return responses

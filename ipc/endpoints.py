@@ -30,22 +30,26 @@ KEY_SIZE = 32
 # all have nine digits.
 FIRST_LOCAL_CLIENT = 100_000_000
 # Limits of a scheduler for each local client: links, and bytes of a packed request.
-MOST_LINKS = 16
-LARGEST_WORK = 1 << 20
+MAX_LINKS = 16
+MAX_REQUEST_BYTES = 1 << 20
 _TOKEN_SIZE = 16
 _MAC_BITS = 40
-_DESCRIPTION = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "copied", "pinned")
+_DESCRIPTION_FIELDS = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "copied", "pinned")
 
 
-def usual_run_directory(environment: Mapping[str, str]) -> Path:
+def default_run_directory(environment: Mapping[str, str]) -> Path:
     """Return the default run directory of this user, where clients look for a server."""
-    runtime = environment.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime, "shmserve") if runtime else Path(f"/tmp/shmserve-{os.getuid()}")
+    runtime_directory = environment.get("XDG_RUNTIME_DIR", "")
+    return (
+        Path(runtime_directory, "shmserve")
+        if runtime_directory
+        else Path(f"/tmp/shmserve-{os.getuid()}")
+    )
 
 
-def beside(usual: Path, name: str) -> Path:
+def sibling_run_directory(default_directory: Path, name: str) -> Path:
     """Return the run directory of another server of this user; `name` may be a glob pattern."""
-    return usual.with_name(f"{usual.name}-{name}")
+    return default_directory.with_name(f"{default_directory.name}-{name}")
 
 
 def environments(run_dir: Path) -> Path:
@@ -125,12 +129,12 @@ class Capabilities:
         """Return the number of the local client with this link identity, or 0 if it is invalid."""
         import hmac
 
-        number, _, rest = identity.partition(b".")
+        number, _, token_and_link = identity.partition(b".")
         if len(number) != 9 or not number.isdigit() or int(number) < FIRST_LOCAL_CLIENT:
             return 0
-        token = rest.partition(b".")[0]
-        valid = hmac.compare_digest(token, self.token(int(number)).encode())
-        return int(number) if valid else 0
+        token = token_and_link.partition(b".")[0]
+        is_valid = hmac.compare_digest(token, self.token(int(number)).encode())
+        return int(number) if is_valid else 0
 
     def memory_id(self, number: int, *description: int) -> int:
         """Return the id of a memory of local client `number`: 62 bits that cannot be guessed.
@@ -149,8 +153,8 @@ class Capabilities:
         reject the withdrawn memory.
         """
         serial %= 1 << (62 - _MAC_BITS)
-        device, raw, uuid = handle.device, handle.raw.hex(), handle.uuid.hex()
-        text = f"device memory {number} {serial} {byte_size} {device} {raw} {uuid}"
+        ordinal, handle_hex, uuid_hex = handle.device, handle.raw.hex(), handle.uuid.hex()
+        text = f"device memory {number} {serial} {byte_size} {ordinal} {handle_hex} {uuid_hex}"
         return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
 
     def owns(self, number: int, memory: Memory) -> bool:
@@ -158,4 +162,4 @@ class Capabilities:
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
-        return memory.id == self.memory_id(number, *_DESCRIPTION(memory))
+        return memory.id == self.memory_id(number, *_DESCRIPTION_FIELDS(memory))

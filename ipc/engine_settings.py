@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, Self
 
 from shmserve.errors import InvalidArgument, suggestion
 
-GENERATIVE = "llm"  # the name of the backend for generative models
-PARAMETER = "engine"
+LLM_BACKEND = "llm"  # the name of the backend for generative models
+ENGINE_PARAMETER = "engine"
 # Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
 PROMPT_TOO_LONG = "the prompt is longer than the model's context"
 # Parameters of requests that have no effect on a text.
-WITHOUT_EFFECT = (
+IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
 )
-POLICIES = ("fcfs", "sjf", "priority")
-PREEMPTION = ("swap", "recompute", "auto")
+SCHEDULING_POLICIES = ("fcfs", "sjf", "priority")
+PREEMPTION_MODES = ("swap", "recompute", "auto")
 
 
 class _Problem(NamedTuple):
@@ -31,7 +31,7 @@ class _Problem(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SpeculationSettings:
     """The settings of speculative decoding.
 
     Attributes:
@@ -89,7 +89,7 @@ class EngineSettings:
     weights: str = "fp32"
     tool_parser: str = ""
     reasoning_parser: str = ""
-    speculative_decoding: Speculation = field(default_factory=Speculation)
+    speculative_decoding: SpeculationSettings = field(default_factory=SpeculationSettings)
 
     @classmethod
     def of(
@@ -111,20 +111,25 @@ class EngineSettings:
         """
         problems: list[_Problem] = []
         profile = document.get("profile", "")
-        values = {**PROFILES.get(str(profile), {}), **_checked(cls, document, "", problems)}
-        nested = document.get("speculative_decoding", {})
-        if not isinstance(nested, Mapping):
-            problems.append(_wrong("speculative_decoding", nested, "a mapping"))
+        field_values = {
+            **PROFILES.get(str(profile), {}),
+            **_valid_settings(cls, document, "", problems),
+        }
+        speculation = document.get("speculative_decoding", {})
+        if not isinstance(speculation, Mapping):
+            problems.append(_invalid_value("speculative_decoding", speculation, "a mapping"))
         else:
-            checked = _checked(Speculation, nested, "speculative_decoding.", problems)
-            values["speculative_decoding"] = Speculation(**checked)
-        settings = cls(**values)
+            speculation_values = _valid_settings(
+                SpeculationSettings, speculation, "speculative_decoding.", problems
+            )
+            field_values["speculative_decoding"] = SpeculationSettings(**speculation_values)
+        settings = cls(**field_values)
         if not problems:  # otherwise contradictions may result from an invalid value
             problems += settings._contradictions()
         if problems:
-            at = {key: f"{origin}:{position}" for key, position in (positions or {}).items()}
+            locations = {key: f"{origin}:{position}" for key, position in (positions or {}).items()}
             raise InvalidArgument(
-                "\n".join(f"{at.get(key, origin)}: {key}: {text}" for key, text in problems)
+                "\n".join(f"{locations.get(key, origin)}: {key}: {text}" for key, text in problems)
             )
         return settings
 
@@ -146,17 +151,17 @@ class EngineSettings:
     def _contradictions(self) -> Iterator[_Problem]:
         speculation = self.speculative_decoding
         if speculation.enabled and speculation.method == "draft" and not speculation.draft_model:
-            text = "method 'draft' needs the draft model"
-            yield _Problem("speculative_decoding.draft_model", text)
+            problem_text = "method 'draft' needs the draft model"
+            yield _Problem("speculative_decoding.draft_model", problem_text)
         if self.max_tokens_per_batch < self.max_batch_size:
-            text = (
+            problem_text = (
                 f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}; "
                 "each sequence of a batch needs one token in a step"
             )
-            yield _Problem("max_tokens_per_batch", text)
+            yield _Problem("max_tokens_per_batch", problem_text)
 
 
-_SMALL_STEPS = {
+_SMALL_STEP_DEFAULTS = {
     "max_batch_size": 8,
     "max_tokens_per_batch": 512,
     "prefill_chunk_size": 128,
@@ -170,9 +175,9 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "prefill_chunk_size": 1024,
         "max_prefill_tokens": 4096,
     },
-    "low_latency": {**_SMALL_STEPS, "target_itl_ms": 50.0},
+    "low_latency": {**_SMALL_STEP_DEFAULTS, "target_itl_ms": 50.0},
     "memory_constrained": {
-        **_SMALL_STEPS,
+        **_SMALL_STEP_DEFAULTS,
         "preemption_mode": "recompute",
         "swap_space_gb": 0.0,
         "kv_cache_blocks": 256,
@@ -185,17 +190,17 @@ TOOL_PARSERS = (
     *("qwen3_coder", "qwen3_xml"),
 )
 REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
-_CHOICES = {
+_ALLOWED_TEXTS = {
     "profile": ("", *PROFILES),
-    "scheduling_policy": POLICIES,
-    "preemption_mode": PREEMPTION,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "preemption_mode": PREEMPTION_MODES,
     "weights": ("fp32", "bf16", "int8"),
     "method": ("draft", "ngram"),
     "tool_parser": ("", "none", *TOOL_PARSERS),
     "reasoning_parser": ("", "none", *REASONING_PARSERS),
 }
 # The range of each number.
-_RANGES: Mapping[str, tuple[float, float]] = {
+_ALLOWED_RANGES: Mapping[str, tuple[float, float]] = {
     "max_batch_size": (1, 1024),
     "max_tokens_per_batch": (1, 1 << 20),
     "max_waiting_requests": (1, 1 << 20),
@@ -213,12 +218,12 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-def _checked(
-    kind: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
+def _valid_settings(
+    settings_class: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
     """Return the `settings` that are valid for a dataclass; add errors to `problems`."""
-    defaults: dict[str, Any] = {each.name: each.default for each in fields(kind)}
-    checked: dict[str, Any] = {}
+    defaults: dict[str, Any] = {setting.name: setting.default for setting in fields(settings_class)}
+    valid_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in defaults:
             allowed = (
@@ -226,34 +231,36 @@ def _checked(
             )
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
         elif name != "speculative_decoding":
-            problem = _problem(name, value, defaults[name])
-            if problem:
-                problems.append(_wrong(prefix + name, value, problem))
+            allowed_values = _allowed_values(name, value, defaults[name])
+            if allowed_values:
+                problems.append(_invalid_value(prefix + name, value, allowed_values))
             else:
-                checked[name] = type(defaults[name])(value)
-    return checked
+                valid_settings[name] = type(defaults[name])(value)
+    return valid_settings
 
 
-def _problem(name: str, value: Any, default: Any) -> str:
+def _allowed_values(name: str, value: Any, default: Any) -> str:
     """Return the allowed values if `value` is invalid, otherwise ""."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, str):
-        choices = _CHOICES.get(name)
+        allowed_texts = _ALLOWED_TEXTS.get(name)
         if not isinstance(value, str):
             return "a string"
-        if not choices or value in choices:
+        if not allowed_texts or value in allowed_texts:
             return ""
-        return f"one of {', '.join(filter(None, choices))}{suggestion(value, choices)}"
+        return f"one of {', '.join(filter(None, allowed_texts))}{suggestion(value, allowed_texts)}"
     if isinstance(default, tuple):
-        texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
-        return "" if texts else "a list of names"
-    least, most = _RANGES[name]
-    whole = isinstance(default, int)
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        return "an integer" if whole else "a number"
-    return "" if least <= value <= most else f"{least:g} to {most:g}"
+        is_list_of_names = isinstance(value, list) and all(
+            isinstance(item, str) and item for item in value
+        )
+        return "" if is_list_of_names else "a list of names"
+    minimum, maximum = _ALLOWED_RANGES[name]
+    is_integer = isinstance(default, int)
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
+        return "an integer" if is_integer else "a number"
+    return "" if minimum <= value <= maximum else f"{minimum:g} to {maximum:g}"
 
 
-def _wrong(name: str, value: Any, allowed: str) -> _Problem:
+def _invalid_value(name: str, value: Any, allowed: str) -> _Problem:
     return _Problem(name, f"{value!r} is not {allowed}")

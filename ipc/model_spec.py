@@ -18,19 +18,27 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.records import Document, from_map, record
 
-STRATEGY = "batching_strategy"
-TARGET = "target_p99_ms"
+STRATEGY_PARAMETER = "batching_strategy"
+TARGET_PARAMETER = "target_p99_ms"
 MAX_STREAMS = "max_streams"
 MIN_INSTANCES = "min_instances"
 MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-ENVIRONMENT = "environment"  # an attribute of a class; ENVIRONMENT_PATH is for configurations
+ENVIRONMENT = "environment"  # an attribute of a class; a configuration has ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
-# An attribute of a class; a configuration has ENVIRONMENT_PATH.
+# The parameters of a configuration that the server itself reads.
 KNOWN_SETTINGS = (
-    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
+    *(
+        STRATEGY_PARAMETER,
+        TARGET_PARAMETER,
+        MAX_STREAMS,
+        MIN_INSTANCES,
+        MAX_INSTANCES,
+        IDLE_UNLOAD,
+        EXECUTION_TIMEOUT,
+    ),
     *(PADDING, ENVIRONMENT_PATH),
 )
 KNOWN_PARAMETERS = (
@@ -41,8 +49,10 @@ KNOWN_PARAMETERS = (
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),
     *("execution_mode", "engine", "device_id"),
 )
-MOST_STREAMS = 65_536
-MOST_INSTANCES = 4096  # limited, because each instance is a process with an entry in the supervisor
+LARGEST_MAX_STREAMS = 65_536
+LARGEST_INSTANCE_BOUND = (
+    4096  # limited, because each instance is a process with an entry in the supervisor
+)
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
 LONGEST_IDLE_S = 1_000_000.0
@@ -61,68 +71,72 @@ class Strategy(StrEnum):
     ADAPTIVE = "adaptive"  # wait only if that pays and the target is met
 
 
-def strategy(text: str) -> Strategy | None:
+def parse_strategy(text: str) -> Strategy | None:
     """Return the strategy of this name, or None."""
     return Strategy(text) if text in set(Strategy) else None
 
 
-def target_ms(text: str) -> float | None:
+def parse_target_ms(text: str) -> float | None:
     """Return a target in milliseconds, from a microsecond to a day; None if invalid."""
-    return _between(SHORTEST_TARGET_MS, LONGEST_TARGET_MS, text)
+    return _number_between(SHORTEST_TARGET_MS, LONGEST_TARGET_MS, text)
 
 
-def idle_unload_s(text: str) -> float | None:
+def parse_idle_unload_s(text: str) -> float | None:
     """Return the idle seconds after which a model on demand is unloaded; None if invalid.
 
     0 means never; the maximum is about ten days.
     """
-    return _between(0, LONGEST_IDLE_S, text)
+    return _number_between(0, LONGEST_IDLE_S, text)
 
 
-def max_streams(text: str) -> int | None:
+def parse_max_streams(text: str) -> int | None:
     """Return a limit of concurrent decoupled requests per instance; None if invalid."""
-    return _from_1_to(MOST_STREAMS, text)
+    return _integer_up_to(LARGEST_MAX_STREAMS, text)
 
 
-def instance_bound(text: str) -> int | None:
+def parse_instance_bound(text: str) -> int | None:
     """Return a minimum or maximum number of instances; None if invalid."""
-    return _from_1_to(MOST_INSTANCES, text)
+    return _integer_up_to(LARGEST_INSTANCE_BOUND, text)
 
 
-def _between(least: float, most: float, text: str) -> float | None:
+def _number_between(minimum: float, maximum: float, text: str) -> float | None:
     try:
         value = float(text) if _NUMBER.fullmatch(text) else math.nan
     except ValueError:
         return None
-    return value if least <= value <= most else None
+    return value if minimum <= value <= maximum else None
 
 
-def _from_1_to(most: int, text: str) -> int | None:
-    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
+def _integer_up_to(maximum: int, text: str) -> int | None:
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(maximum))):
         return None
-    return int(text) if 1 <= int(text) <= most else None
+    return int(text) if 1 <= int(text) <= maximum else None
 
 
 CORRELATION_ID = "CONTROL_SEQUENCE_CORRID"
 # The fields that may change while a version serves: the instances, and the loaded versions.
-_MUTABLE = frozenset({"instance_group", "version_policy"})
+_MUTABLE_FIELDS = frozenset({"instance_group", "version_policy"})
 
 
-def _at(path: str, default: Any = None, convert: Callable[[Any], Any] | None = None) -> Any:
+def _config_field(
+    path: str, default: Any = None, convert: Callable[[Any], Any] | None = None
+) -> Any:
     """Return a field whose value is at this path of the configuration."""
     return field(default=default, metadata={"path": path, "convert": convert})
 
 
-def _datatype() -> Any:
-    return _at("data_type", "", _protocol_name)
+def _datatype_field() -> Any:
+    return _config_field("data_type", "", _protocol_datatype)
 
 
-def _protocol_name(data_type: str) -> str:
+def _protocol_datatype(data_type: str) -> str:
     return FROM_CONFIG.get(data_type, "")
 
 
-def _texts(parameters: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(each.get("string_value") or "") for name, each in parameters.items()}
+def _parameter_texts(parameters: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: str(parameter.get("string_value") or "") for name, parameter in parameters.items()
+    }
 
 
 @record
@@ -133,11 +147,11 @@ class TensorSpec:
     """
 
     name: str = ""
-    datatype: str = _datatype()
+    datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()
     optional: bool = False
-    ragged: bool = _at("allow_ragged_batch", False)
-    reshape: tuple[int, ...] | None = _at("reshape.shape")
+    ragged: bool = _config_field("allow_ragged_batch", False)
+    reshape: tuple[int, ...] | None = _config_field("reshape.shape")
 
     @property
     def static(self) -> bool:
@@ -160,7 +174,7 @@ class BatchTensor:
 
     kind: str = ""
     target_name: tuple[str, ...] = ()
-    datatype: str = _datatype()
+    datatype: str = _datatype_field()
     source_input: tuple[str, ...] = ()
 
 
@@ -179,8 +193,8 @@ class LevelPolicy:
     @property
     def limits(self) -> bool:
         """Return whether the policy rejects requests, or permits timeouts of requests."""
-        bounds = self.max_queue_size, self.default_timeout_microseconds
-        return any(bounds) or self.allow_timeout_override
+        limits_set = self.max_queue_size, self.default_timeout_microseconds
+        return any(limits_set) or self.allow_timeout_override
 
     @property
     def delays(self) -> bool:
@@ -219,7 +233,7 @@ class SequenceControl:
     """
 
     kind: str = "CONTROL_SEQUENCE_START"
-    datatype: str = _datatype()
+    datatype: str = _datatype_field()
     int32_false_true: tuple[int, ...] = ()
     fp32_false_true: tuple[float, ...] = ()
     bool_false_true: tuple[bool, ...] = ()
@@ -247,7 +261,7 @@ class SequenceState:
 
     input_name: str = ""
     output_name: str = ""
-    datatype: str = _datatype()
+    datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()
     initial_state: tuple[InitialState, ...] = ()
     use_same_buffer_for_input_output: bool = False
@@ -260,15 +274,17 @@ class SequenceBatching:
     max_sequence_idle_microseconds: int = 0
     control_input: tuple[ControlTensor, ...] = ()
     state: tuple[SequenceState, ...] = ()
-    direct_delay_microseconds: int = _at("direct.max_queue_delay_microseconds", 0)
-    minimum_slot_utilization: float = _at("direct.minimum_slot_utilization", 0.0)
+    direct_delay_microseconds: int = _config_field("direct.max_queue_delay_microseconds", 0)
+    minimum_slot_utilization: float = _config_field("direct.minimum_slot_utilization", 0.0)
     oldest: DynamicBatching | None = None
     iterative_sequence: bool = False
 
     @property
     def controls(self) -> list[tuple[str, SequenceControl]]:
         """Return the controls with the names of their inputs."""
-        return [(each.name, control) for each in self.control_input for control in each.control]
+        return [
+            (tensor.name, control) for tensor in self.control_input for control in tensor.control
+        ]
 
     @property
     def correlation_id(self) -> tuple[str, str]:
@@ -307,7 +323,7 @@ class LimitedResource:
     """An amount of a resource of the rate limiter, per device or, if `is_global`, per host."""
 
     name: str = ""
-    is_global: bool = _at("global", False)
+    is_global: bool = _config_field("global", False)
     count: int = 0
 
 
@@ -354,9 +370,9 @@ class GraphShape:
 class Optimization:
     """The effective part of `optimization`; accelerators are by the name of their field."""
 
-    graph_level: int = _at("graph.level", 0)
-    cuda_graphs: bool = _at("cuda.graphs", False)
-    cuda_graph_spec: tuple[GraphShape, ...] = _at("cuda.graph_spec", ())
+    graph_level: int = _config_field("graph.level", 0)
+    cuda_graphs: bool = _config_field("cuda.graphs", False)
+    cuda_graph_spec: tuple[GraphShape, ...] = _config_field("cuda.graph_spec", ())
     execution_accelerators: dict[str, tuple[ExecutionAccelerator, ...]] = field(
         default_factory=dict
     )
@@ -366,7 +382,7 @@ class Optimization:
 class WarmupInput:
     """An input of a warm-up sample; `zero_data` and `random_data` are None if not chosen."""
 
-    datatype: str = _datatype()
+    datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()
     zero_data: bool | None = None
     random_data: bool | None = None
@@ -387,8 +403,8 @@ class WarmupSample:
 class MetricControl:
     """The configured histogram buckets of a metric family."""
 
-    family: str = _at("metric_identifier.family", "")
-    buckets: tuple[float, ...] = _at("histogram_options.buckets", ())
+    family: str = _config_field("metric_identifier.family", "")
+    buckets: tuple[float, ...] = _config_field("histogram_options.buckets", ())
 
 
 @record
@@ -414,11 +430,11 @@ class ModelSpec(Document):
     instance_group: tuple[InstanceGroup, ...] = ()
     default_model_filename: str = ""
     metric_tags: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, str] = field(default_factory=dict, metadata={"convert": _texts})
+    parameters: dict[str, str] = field(default_factory=dict, metadata={"convert": _parameter_texts})
     model_warmup: tuple[WarmupSample, ...] = ()
-    decoupled: bool = _at("model_transaction_policy.decoupled", False)
-    cached: bool = _at("response_cache.enable", False)
-    metric_control: tuple[MetricControl, ...] = _at("model_metrics.metric_control", ())
+    decoupled: bool = _config_field("model_transaction_policy.decoupled", False)
+    cached: bool = _config_field("response_cache.enable", False)
+    metric_control: tuple[MetricControl, ...] = _config_field("model_metrics.metric_control", ())
     source: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -431,22 +447,22 @@ class ModelSpec(Document):
         """Return the padding of the inputs; None: inputs are not padded."""
         return Padding.of(
             self.parameters.get(PADDING, ""),
-            {each.name: each.dims for each in self.input},
+            {tensor.name: tensor.dims for tensor in self.input},
         )
 
     @property
     def environment(self) -> str:
         """Return the path of the model's own Python environment as it is configured, or ""."""
-        of_class = self.parameters.get(ENVIRONMENT, "") if self.backend == "native" else ""
-        return self.parameters.get(ENVIRONMENT_PATH, "") or of_class
+        class_environment = self.parameters.get(ENVIRONMENT, "") if self.backend == "native" else ""
+        return self.parameters.get(ENVIRONMENT_PATH, "") or class_environment
 
     @property
     def has_scheduler(self) -> bool:
         """Return whether the configuration selects a scheduler."""
-        chosen = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
-        return any(each is not None for each in chosen)
+        schedulers = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
+        return any(scheduler is not None for scheduler in schedulers)
 
     @property
     def immutable_config(self) -> dict[str, Any]:
         """Return the part of `source` that cannot change while a version serves."""
-        return {key: value for key, value in self.source.items() if key not in _MUTABLE}
+        return {key: value for key, value in self.source.items() if key not in _MUTABLE_FIELDS}

@@ -20,7 +20,7 @@ _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _M_MMAP_THRESHOLD = -3  # the value of M_MMAP_THRESHOLD in malloc.h
-_MARK = "SHMSERVE_SERVER"
+_MARK_VARIABLE = "SHMSERVE_SERVER"
 # Python starts this process for a program that has semaphores or shared memory. It removes those
 # that are left once all processes of the program have exited, and then exits itself.
 _RESOURCE_TRACKER = b"resource_tracker import main"
@@ -34,13 +34,13 @@ REMEMBERED_EXITS = 512
 # from the size of the last-level cache. A virtual machine often reports that of the whole host (320
 # MB seen), so that no copy is large. With the true size the threshold would be 1 to 3 MB.
 LARGE_COPY = 2 * 1024 * 1024  # in bytes
-_TUNABLES = "GLIBC_TUNABLES"
-_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
+_TUNABLES_VARIABLE = "GLIBC_TUNABLES"
+_COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
 
-def signal_at_parents_death(number: int) -> None:
-    """Let the kernel send this process the signal `number` when its parent dies."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number)
+def signal_at_parents_death(signal_number: int) -> None:
+    """Let the kernel send this process the signal `signal_number` when its parent dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -67,9 +67,9 @@ def children(pid: int) -> Iterator[int]:
 
 def kill_tree(pid: int, spared: Container[int] = ()) -> None:
     """Kill a process and its descendants, except the `spared` ones and their descendants."""
-    below = [child for child in children(pid) if child not in spared]
+    child_pids = [child for child in children(pid) if child not in spared]
     _kill(pid)
-    for child in below:
+    for child in child_pids:
         kill_tree(child, spared)
 
 
@@ -82,19 +82,21 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def marked(environment: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
-    """Return the environment of a process whose descendants `kill_marked` finds."""
+def with_mark(
+    environment: Mapping[str, str], supervisor_pid: int, run_dir: object
+) -> dict[str, str]:
+    """Return the environment of a process whose descendants `kill_marked_descendants` finds."""
     # SPT_NOENV: setproctitle would write over the environment that /proc shows.
-    return {**environment, _MARK: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
+    return {**environment, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
-def kill_marked(supervisor_pid: int, run_dir: object) -> None:
+def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
     """Kill the descendants of marked processes, whatever their parent is now."""
-    mark = os.fsencode(f"{_MARK}={supervisor_pid} {run_dir}")
+    mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)
         with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
-            if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
+            if pid != os.getpid() and mark_variable in environ.read_bytes().split(b"\0"):
                 _kill(pid)
 
 
@@ -103,17 +105,17 @@ def renounce_privileges() -> None:
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def end_sooner(by: int) -> None:
-    """Raise the oom_score_adj of this process and its children by `by`.
+def raise_oom_score(points: int) -> None:
+    """Raise the oom_score_adj of this process and its children by `points`.
 
     When memory is short, the kernel kills them before their parent. This requires no privilege.
     """
-    file = Path("/proc/self/oom_score_adj")
+    score_file = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):
-        file.write_text(str(min(1000, int(file.read_text()) + by)))
+        score_file.write_text(str(min(1000, int(score_file.read_text()) + points)))
 
 
-def exact_timers() -> None:
+def disable_timer_slack() -> None:
     """Disable the timer slack of this thread: 50 us by default, half of a queue delay of 100 us."""
     _libc.prctl(_PR_SET_TIMERSLACK, 1)
 
@@ -135,7 +137,7 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
-def name_process(title: str) -> None:
+def set_process_title(title: str) -> None:
     """Set the title that `ps` shows for this process."""
     # The environment of a model may have a Python for which no setproctitle is installed.
     with contextlib.suppress(ImportError):
@@ -149,14 +151,14 @@ def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:
 
     A threshold that `environment` sets is kept. Other processors and C libraries ignore it.
     """
-    tunables = environment.get(_TUNABLES, "")
-    if _TUNABLE in tunables:
+    tunables = environment.get(_TUNABLES_VARIABLE, "")
+    if _COPY_TUNABLE in tunables:
         return dict(environment)
-    settings = [*filter(None, [tunables]), f"{_TUNABLE}={LARGE_COPY:#x}"]
-    return {**environment, _TUNABLES: ":".join(settings)}
+    settings = [*filter(None, [tunables]), f"{_COPY_TUNABLE}={LARGE_COPY:#x}"]
+    return {**environment, _TUNABLES_VARIABLE: ":".join(settings)}
 
 
-def keep_no_large_memory() -> None:
+def unmap_large_blocks_on_free() -> None:
     """Let malloc map each block of 1 MiB and more, and unmap it when it is freed.
 
     By default glibc raises the threshold when the first such block is freed. From then on the heap
@@ -166,10 +168,11 @@ def keep_no_large_memory() -> None:
         _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-SPIN_NS = 400_000
-_LONG_NS = 4 * SPIN_NS  # longer waits count as this maximum
-_FEW = 1.5  # number of concurrent requests above which the cores have other work
-_NEVER = (False, False)
+SPIN_NS = 400_000  # the time for which a process spins before it sleeps
+_LONGEST_COUNTED_WAIT_NS = 4 * SPIN_NS  # longer waits count as this maximum
+# With more concurrent requests, the cores have other work, and no process spins.
+_MAX_REQUESTS_TO_SPIN = 1.5
+_NO_SPIN = (False, False)
 
 
 class BusyPoll:
@@ -178,27 +181,27 @@ class BusyPoll:
     `cores` is the number of usable cores, by default the kernel's.
 
     Attributes:
-        pays: Whether to spin while no request is in flight, and while some are.
+        should_spin: Whether to spin while no request is in flight, and while some are.
     """
 
     def __init__(self, cores: int = 0) -> None:
-        self._allowed = (cores or len(os.sched_getaffinity(0))) > 1
+        self._has_several_cores = (cores or len(os.sched_getaffinity(0))) > 1
         # The mean wait while no request is in flight, and while some are.
         self._mean_ns = [2.0 * SPIN_NS, 2.0 * SPIN_NS]
-        self._most = 0.0  # recent number of concurrent requests
-        self.pays = _NEVER
+        self._recent_requests = 0.0  # recent number of concurrent requests
+        self.should_spin = _NO_SPIN
 
     def observe(self, requests: int, waited_ns: int) -> None:
         """Record the time that passed until there was work, with `requests` in flight."""
-        busy = requests > 0
-        self._most -= 1 / 32
-        if requests > self._most:
-            self._most = requests
-        if waited_ns > _LONG_NS:
-            waited_ns = _LONG_NS
+        has_requests = requests > 0
+        self._recent_requests -= 1 / 32
+        if requests > self._recent_requests:
+            self._recent_requests = requests
+        if waited_ns > _LONGEST_COUNTED_WAIT_NS:
+            waited_ns = _LONGEST_COUNTED_WAIT_NS
         mean_ns = self._mean_ns
-        mean_ns[busy] += (waited_ns - mean_ns[busy]) / 8
-        if self._most > _FEW or not self._allowed:
-            self.pays = _NEVER
+        mean_ns[has_requests] += (waited_ns - mean_ns[has_requests]) / 8
+        if self._recent_requests > _MAX_REQUESTS_TO_SPIN or not self._has_several_cores:
+            self.should_spin = _NO_SPIN
         else:
-            self.pays = (mean_ns[0] < SPIN_NS, mean_ns[1] < SPIN_NS)
+            self.should_spin = (mean_ns[0] < SPIN_NS, mean_ns[1] < SPIN_NS)

@@ -43,14 +43,16 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.tensors.inference import runs_once
 from shmserve.ipc.tensors.signature import id_prefix
 
-ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
-BEGUN = "the model's scheduler was lost after the request's first response and before its last"
-ONCE = (
+NO_SCHEDULER = "the model's scheduler ended before it could answer, and no other serves the model"
+LOST_AFTER_RESPONSE = (
+    "the model's scheduler was lost after the request's first response and before its last"
+)
+CANNOT_RUN_AGAIN = (
     "the model's scheduler was lost before it could answer; the request's outputs overlap its "
     "inputs, which may have changed"
 )
-_MOST_LOST = 4096
-_RESPONSES = frozenset((Finished, Responded, Failed))
+_MAX_LOSSES = 4096
+_RESPONSE_TYPES = frozenset((Finished, Responded, Failed))
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Successors(dict[str, str]):
 
     def add(self, endpoint: str, successor: str) -> None:
         """Record the loss of a scheduler; `successor` is "" if it has no successor."""
-        if len(self) >= _MOST_LOST:
+        if len(self) >= _MAX_LOSSES:
             del self[next(iter(self))]
         self[endpoint] = successor
 
@@ -101,12 +103,12 @@ class Links(Protocol):
     def defer(self, endpoint: str, message: Release) -> None:
         """Queue a message that may be delayed until other messages go to the same scheduler."""
 
-    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, on_message: Callable[[str, Any], None]) -> None:
         """Close the link to a scheduler that has exited.
 
         Args:
             endpoint: The endpoint of the scheduler.
-            take: Called with the endpoint and each message that has not been received yet.
+            on_message: Called with the endpoint and each message that has not been received yet.
         """
 
 
@@ -125,7 +127,7 @@ class InflightRequest(ABC):
     responses: int = field(init=False, default=0)
 
     @abstractmethod
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         """Return whether the requester still waits for responses."""
 
     @abstractmethod
@@ -144,17 +146,17 @@ class InflightRequest(ABC):
         """Return the ids of the requester's own memories, for which no `Release` is sent."""
         return ()
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Fail the request, which is no longer in flight, as unavailable, and free its memory."""
-        text = id_prefix(self.submit.request_id) + why
+        text = id_prefix(self.submit.request_id) + reason
         try:
             self.respond(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
         finally:
             self.free()
 
-    def strand(self) -> None:
+    def fail_stranded(self) -> None:
         """Fail the request because its scheduler is lost and no successor serves its model."""
-        self.fail(ENDED)
+        self.fail(NO_SCHEDULER)
 
 
 R = TypeVar("R", bound=InflightRequest)
@@ -170,29 +172,29 @@ class SchedulerClient(Generic[R]):
         pending: The requests that await a response, by number.
         settling: The requests that have failed while a worker still uses their memory, by number.
         successors: The successors of lost schedulers. The owner records a loss before it calls
-            `lost`.
+            `handle_loss`.
     """
 
-    __slots__ = ("_find", "_links", "pending", "settling", "successors")
+    __slots__ = ("_find_scheduler", "_links", "pending", "settling", "successors")
 
     def __init__(
         self,
         links: Links,
-        find: Callable[[R, Failed | None], str | None] = lambda request, refusal: "",
+        find_scheduler: Callable[[R, Failed | None], str | None] = lambda request, refusal: "",
         successors: Successors | None = None,
     ) -> None:
         """Create a client without requests.
 
         Args:
             links: The transport.
-            find: Returns the endpoint of the scheduler that currently serves a request's model, or
-                "" if none is known. A result of None means that the callee submits or ends the
-                request later. The second argument is the refusal if the request was refused as
-                unavailable, and None if its scheduler is lost.
+            find_scheduler: Returns the endpoint of the scheduler that currently serves a request's
+                model, or "" if none is known. A result of None means that the callee submits or
+                ends the request later. The second argument is the refusal if the request was
+                refused as unavailable, and None if its scheduler is lost.
             successors: The record of losses, which several clients may share.
         """
         self._links = links
-        self._find = find
+        self._find_scheduler = find_scheduler
         self.successors = Successors() if successors is None else successors
         self.pending: dict[int, R] = {}
         self.settling: dict[int, R] = {}
@@ -228,11 +230,11 @@ class SchedulerClient(Generic[R]):
             request.fail(error.message)
 
     def _submit_to_successor(self, request: R, successor: str) -> None:
-        endpoint = successor or self._find(request, None)
+        endpoint = successor or self._find_scheduler(request, None)
         if endpoint and endpoint not in self.successors:
             self._submit_again(request, endpoint)
         elif endpoint is not None:
-            request.strand()
+            request.fail_stranded()
 
     def _submit_again(self, request: R, endpoint: str) -> None:
         self.submit(request, endpoint, message_size(request.submit))
@@ -275,23 +277,23 @@ class SchedulerClient(Generic[R]):
 
     # --- from schedulers
 
-    def take(self, endpoint: str, message: SchedulerToClient) -> None:
+    def handle(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle a message from the scheduler at `endpoint`.
 
         The outputs of a response are released if its request is unknown or at another scheduler.
         """
-        kind = type(message)
+        message_type = type(message)
         number = message.id
         request = self.pending.get(number)
-        if request is None or request.endpoint != endpoint or kind not in _RESPONSES:
-            self._take_late(endpoint, message)
+        if request is None or request.endpoint != endpoint or message_type not in _RESPONSE_TYPES:
+            self._handle_late(endpoint, message)
             return
-        if kind is Responded:
+        if message_type is Responded:
             request.responses += 1
             if not message.final:  # type: ignore[union-attr]
                 request.respond(message)  # type: ignore[arg-type]
                 return
-        elif kind is Failed and self._take_failure(request, message):  # type: ignore[arg-type]
+        elif message_type is Failed and self._handle_kept_failure(request, message):  # type: ignore[arg-type]
             return
         if number in self.pending:
             del self.pending[number]
@@ -301,11 +303,11 @@ class SchedulerClient(Generic[R]):
             if number not in self.pending:
                 request.free()
 
-    def take_finished(self, endpoint: str, message: Finished) -> R | None:
+    def remove_finished(self, endpoint: str, message: Finished) -> R | None:
         """Remove and return the pending request that a `Finished` ends; the caller handles both.
 
         Returns:
-            The request, or None if `take` must handle the message.
+            The request, or None if `handle` must handle the message.
         """
         request = self.pending.get(message.id)
         if request is None or request.endpoint != endpoint:
@@ -313,7 +315,7 @@ class SchedulerClient(Generic[R]):
         del self.pending[message.id]
         return request
 
-    def _take_failure(self, request: R, failure: Failed) -> bool:
+    def _handle_kept_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
         The failure is either early, or a refusal after which the request is resubmitted.
@@ -328,19 +330,19 @@ class SchedulerClient(Generic[R]):
             del self.pending[number]
             request.respond(failure)
             return True
-        if failure.code != Unavailable.code or request.responses or not request.awaited():
+        if failure.code != Unavailable.code or request.responses or not request.is_awaited():
             return False
         del self.pending[number]
-        endpoint = self._find(request, failure)
+        endpoint = self._find_scheduler(request, failure)
         if endpoint and endpoint != request.endpoint:
             self._submit_again(request, endpoint)
             return True
         return endpoint is None
 
-    def _take_late(self, endpoint: str, message: SchedulerToClient) -> None:
+    def _handle_late(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle a message for which no request is pending at that scheduler."""
         if isinstance(message, StatisticsReported):
-            self.take_report(message)
+            self.handle_report(message)
             return
         request = self.settling.get(message.id)
         if request is not None and request.endpoint != endpoint:
@@ -350,7 +352,7 @@ class SchedulerClient(Generic[R]):
         elif request is not None:
             self._settle(message.id)
 
-    def take_report(self, message: StatisticsReported) -> None:
+    def handle_report(self, message: StatisticsReported) -> None:
         """Handle a scheduler's statistics. A subclass that requests statistics overrides this."""
 
     def _settle(self, number: int) -> None:
@@ -361,20 +363,20 @@ class SchedulerClient(Generic[R]):
 
     # --- losses
 
-    def lost(self, endpoint: str) -> None:
+    def handle_loss(self, endpoint: str) -> None:
         """Fail over from the scheduler at `endpoint`, whose loss `successors` must contain.
 
         Its last messages are handled first. Its other requests are then resubmitted to its
         successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
-        self._links.drain(endpoint, self._take_last)
+        self._links.drain(endpoint, self._handle_last)
         for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)
 
-    def _take_last(self, endpoint: str, message: Any) -> None:
+    def _handle_last(self, endpoint: str, message: Any) -> None:
         try:
-            self.take(endpoint, message)
+            self.handle(endpoint, message)
         except Exception:  # the remaining requests must still be resubmitted after any exception
             logger.exception("a %s could not be handled", type(message).__name__)
 
@@ -394,12 +396,12 @@ class SchedulerClient(Generic[R]):
             if request.endpoint != endpoint:
                 continue
             del self.pending[number]
-            if not request.awaited():
+            if not request.is_awaited():
                 request.free()
             elif request.responses:
-                request.fail(BEGUN)
+                request.fail(LOST_AFTER_RESPONSE)
             elif runs_once(request.submit.schema, request.submit.data):
-                request.fail(ONCE)
+                request.fail(CANNOT_RUN_AGAIN)
             else:
                 resubmitted.append(request)
         return resubmitted

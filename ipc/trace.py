@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 # W3C trace context, https://www.w3.org/TR/trace-context/: later versions may append fields.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_MESSAGE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[01][01]-([0-9a-f]{16})?")
-_ID = re.compile(r"[0-9a-f]{1,16}")
-_SAMPLED = 1
-_MOST_SPANS = 4096  # maximum number of spans per request
+_ENCODED_TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[01][01]-([0-9a-f]{16})?")
+_SPAN_ID = re.compile(r"[0-9a-f]{1,16}")
+_SAMPLED_FLAG = 1
+_MAX_SPANS = 4096  # maximum number of spans per request
 
 
 def is_trace(trace: str) -> bool:
     """Check whether `TraceContext.of` accepts a text."""
-    return _MESSAGE.fullmatch(trace) is not None
+    return _ENCODED_TRACE.fullmatch(trace) is not None
 
 
 class TraceContext(NamedTuple):
@@ -58,7 +58,7 @@ class TraceContext(NamedTuple):
         match = _TRACEPARENT.fullmatch(traceparent.strip())
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
-        return cls(match[1], match[2], "", bool(int(match[3], 16) & _SAMPLED))
+        return cls(match[1], match[2], "", bool(int(match[3], 16) & _SAMPLED_FLAG))
 
     @classmethod
     def of(cls, trace: str) -> TraceContext:
@@ -118,8 +118,8 @@ class Span(NamedTuple):
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""
-        data: bytes = msgpack.packb(self)
-        return data
+        encoded: bytes = msgpack.packb(self)
+        return encoded
 
 
 class TracedTensor(NamedTuple):
@@ -134,12 +134,12 @@ class TracedTensor(NamedTuple):
 
     def packed(self) -> bytes:
         """Return the encoding for `BatchFinished.spans`."""
-        data: bytes = msgpack.packb(self)
-        return data
+        encoded: bytes = msgpack.packb(self)
+        return encoded
 
 
-_KINDS = [*(str,) * 5, *(int,) * 8, str]
-_TENSOR_KINDS = [str, bool, *(str,) * 4]
+_SPAN_FIELD_TYPES = [*(str,) * 5, *(int,) * 8, str]
+_TENSOR_FIELD_TYPES = [str, bool, *(str,) * 4]
 
 
 def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> list[Span]:
@@ -154,16 +154,18 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
     unpacker.feed(spans)
     try:
         for item in unpacker:
-            kinds = list(map(type, item))
-            if kinds == _TENSOR_KINDS:
+            field_types = list(map(type, item))
+            if field_types == _TENSOR_FIELD_TYPES:
                 if tensors is not None:
                     tensors.append(TracedTensor(*item))
                 continue
-            if kinds != _KINDS or len(unpacked) == _MOST_SPANS:
+            if field_types != _SPAN_FIELD_TYPES or len(unpacked) == _MAX_SPANS:
                 break
             span = Span(*item)
-            ids = filter(None, (span.span_id, span.parent_id))
-            if not (all(map(_ID.fullmatch, ids)) and span.span_id and span.version.isdecimal()):
+            span_ids = filter(None, (span.span_id, span.parent_id))
+            if not (
+                all(map(_SPAN_ID.fullmatch, span_ids)) and span.span_id and span.version.isdecimal()
+            ):
                 break
             unpacked.append(span)
     except Exception as error:  # msgpack and values that are not lists raise many types
@@ -171,18 +173,22 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
     return unpacked
 
 
-def within(spans: list[Span], span_id: str) -> list[Span]:
+def span_subtree(spans: list[Span], span_id: str) -> list[Span]:
     """Return the span with this id and its descendants; other spans are of the same batch."""
-    included, rest = {span_id}, spans
+    included_ids, remaining_spans = {span_id}, spans
     while True:
-        children = [span for span in rest if span.span_id in included or span.parent_id in included]
+        children = [
+            span
+            for span in remaining_spans
+            if span.span_id in included_ids or span.parent_id in included_ids
+        ]
         if not children:
-            return [span for span in spans if span.span_id in included]
-        included |= {span.span_id for span in children}
-        rest = [span for span in rest if span.span_id not in included]
+            return [span for span in spans if span.span_id in included_ids]
+        included_ids |= {span.span_id for span in children}
+        remaining_spans = [span for span in remaining_spans if span.span_id not in included_ids]
 
 
-def explain(
+def phase_durations(
     spans: list[Span], span_id: str, arrived_ns: int, submitted_ns: int, now_ns: int
 ) -> dict[str, Any]:
     """Return the durations of a request's phases in us.
@@ -198,38 +204,45 @@ def explain(
         submitted_ns: The submission time.
         now_ns: The current time.
     """
-    explanation = {"total_us": _us(arrived_ns, now_ns), "receive_us": _us(arrived_ns, submitted_ns)}
-    within: dict[str, list[Span]] = {}
+    durations = {
+        "total_us": _microseconds(arrived_ns, now_ns),
+        "receive_us": _microseconds(arrived_ns, submitted_ns),
+    }
+    spans_by_parent: dict[str, list[Span]] = {}
     for span in spans:
-        within.setdefault(span.parent_id, []).append(span)
-    own = next((span for span in spans if span.span_id == span_id), None)
-    if own is not None:
-        explanation |= _explained(own, within, submitted_ns)
-        explanation["respond_us"] = _us(own.compute_end_ns or own.responded_ns, now_ns)
-    return explanation
+        spans_by_parent.setdefault(span.parent_id, []).append(span)
+    request_span = next((span for span in spans if span.span_id == span_id), None)
+    if request_span is not None:
+        durations |= _inner_durations(request_span, spans_by_parent, submitted_ns)
+        durations["respond_us"] = _microseconds(
+            request_span.compute_end_ns or request_span.responded_ns, now_ns
+        )
+    return durations
 
 
-def _explained(span: Span, within: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
-    explanation: dict[str, Any] = {"batch_size": span.batch_size}
+def _inner_durations(
+    span: Span, spans_by_parent: dict[str, list[Span]], since_ns: int
+) -> dict[str, Any]:
+    durations: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
-        explanation["batch_closed"] = span.closed
-        explanation["queue_us"] = _us(since_ns, span.compute_start_ns)
-        explanation["compute_input_us"] = _us(span.compute_start_ns, span.input_end_ns)
-        explanation["compute_infer_us"] = _us(span.input_end_ns, span.output_start_ns)
-        explanation["compute_output_us"] = _us(span.output_start_ns, span.compute_end_ns)
-    inner = [
+        durations["batch_closed"] = span.closed
+        durations["queue_us"] = _microseconds(since_ns, span.compute_start_ns)
+        durations["compute_input_us"] = _microseconds(span.compute_start_ns, span.input_end_ns)
+        durations["compute_infer_us"] = _microseconds(span.input_end_ns, span.output_start_ns)
+        durations["compute_output_us"] = _microseconds(span.output_start_ns, span.compute_end_ns)
+    child_durations = [
         {
-            "model": each.model,
-            "version": each.version,
-            "total_us": _us(each.arrived_ns, each.responded_ns),
-            **_explained(each, within, each.arrived_ns),
+            "model": child.model,
+            "version": child.version,
+            "total_us": _microseconds(child.arrived_ns, child.responded_ns),
+            **_inner_durations(child, spans_by_parent, child.arrived_ns),
         }
-        for each in within.pop(span.span_id, ())
+        for child in spans_by_parent.pop(span.span_id, ())
     ]
-    if inner:
-        explanation["calls" if span.compute_start_ns else "steps"] = inner
-    return explanation
+    if child_durations:
+        durations["calls" if span.compute_start_ns else "steps"] = child_durations
+    return durations
 
 
-def _us(start_ns: int, end_ns: int) -> int:
+def _microseconds(start_ns: int, end_ns: int) -> int:
     return max(end_ns - start_ns, 0) // 1000

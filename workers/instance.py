@@ -207,7 +207,7 @@ class WorkerInstance:
         start_ns = time.monotonic_ns()
         is_readable = False
         # Polling would keep the GIL from the threads of the model.
-        if not self.link.has_open_requests and self._busy_poll.pays[in_flight > 0]:
+        if not self.link.has_open_requests and self._busy_poll.should_spin[in_flight > 0]:
             poll_end_ns = start_ns + SPIN_NS
             while not is_readable and not control.inbox and time.monotonic_ns() < poll_end_ns:
                 os.sched_yield()

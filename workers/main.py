@@ -39,7 +39,7 @@ from shmserve.ipc.messages.supervision import (
     decode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.processes import end_sooner, name_process
+from shmserve.ipc.processes import raise_oom_score, set_process_title
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
@@ -85,8 +85,8 @@ def run(start_record: bytes) -> None:
     stacks_fd = _set_signals()
     threading.excepthook = log_thread_exception
     device = _torch_device_name(start.device)
-    name_process(f"worker {model}.{index} {device}")
-    end_sooner(OOM_SCORE_ADJ)
+    set_process_title(f"worker {model}.{index} {device}")
+    raise_oom_score(OOM_SCORE_ADJ)
     _limit_threads(start.threads)
     # As in Triton: a model that parses its command line finds none, not that of the zygote.
     sys.argv[:] = [""]

@@ -23,7 +23,7 @@ from shmserve.config.server import ServerConfig, from_flags
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.processes import name_process
+from shmserve.ipc.processes import set_process_title
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.protocols.tensors import ModelTensor, encode, load, split_input
+from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -92,14 +92,14 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         The largest status of the models' outcomes; 128 + N if signal N interrupts the check.
     """
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
-    values = {name: load(name, text) for name, text in map(split_input, args.input)}
+    values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
     with written_to(config.log.log_file):
         return _checked(config, values, as_json=args.json)
 
 
 def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:
     logs.configure("check", config.log)
-    name_process("check")
+    set_process_title("check")
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )

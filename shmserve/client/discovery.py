@@ -34,7 +34,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         if os.path.lexists(path / "lock") and not _is_locked(path):
             raise _ended(path)
         return path
-    usual = endpoints.usual_run_directory(os.environ)
+    usual = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(usual))
     running = [path for path in run_dirs if _is_locked(path)]
     if latest in running:
@@ -65,7 +65,10 @@ def _ended(run_dir: Path) -> Disconnected:
 
 def _candidates(usual: Path) -> Iterator[Path]:
     """Yield this user's default run directories."""
-    for path in [usual, *sorted(usual.parent.glob(endpoints.beside(usual, "*").name))]:
+    for path in [
+        usual,
+        *sorted(usual.parent.glob(endpoints.sibling_run_directory(usual, "*").name)),
+    ]:
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.getuid()):

@@ -15,9 +15,9 @@ from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiting
 from shmserve.client.session import Session, Tensors, call_of, model_path, takes
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
-from shmserve.ipc.endpoints import MOST_LINKS
+from shmserve.ipc.endpoints import MAX_LINKS
 
-_MOST_CHANNELS = MOST_LINKS - 1  # one of the client's links is the connection's own
+_MOST_CHANNELS = MAX_LINKS - 1  # one of the client's links is the connection's own
 _INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 

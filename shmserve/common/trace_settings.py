@@ -11,7 +11,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, Unsupported, how_to_install
 
 _FLAG = "--trace-config"
-_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,64}")
 _RANGES = {
     "trace_rate": range(2**32),
     "trace_count": range(-1, 2**31),
@@ -76,9 +76,15 @@ class TraceSettings:
         return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
 
     @property
-    def discarded(self) -> bool:
-        """Return whether requests are traced although no file is given for the traces."""
-        return self.on and self.trace_mode == TRITON and not self.trace_file
+    def problem(self) -> str:
+        """Return why requests are not traced although the level is not OFF, or ""."""
+        if OFF in self.trace_level:
+            return ""
+        if not self.trace_rate:
+            return "sample rate must be non-zero"
+        if self.trace_mode == TRITON and not self.trace_file:
+            return "trace file name is not given (--trace-config triton,file=PATH)"
+        return ""
 
     @property
     def with_tensors(self) -> bool:

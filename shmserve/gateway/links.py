@@ -133,7 +133,7 @@ class GatewayRequest(InflightRequest):
     def handle_response(self, message: Response) -> None:
         """Handle a response; it is the last one if the request has `ended`."""
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return not self.ended
 
     def respond(self, message: Response) -> None:
@@ -228,13 +228,13 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         endpoint = link.endpoint
         for message in link.receive():
             try:
-                self.take(endpoint, message)
+                self.handle(endpoint, message)
             except Exception:
                 logger.exception("a %s could not be handled", type(message).__name__)
         if not link.connected:
             self._drop_unused(link)
 
-    def take_report(self, message: m.StatisticsReported) -> None:
+    def handle_report(self, message: m.StatisticsReported) -> None:
         _, report = self._pending_statistics.get(message.id, ("", None))
         settle(report, message.statistics)
 
@@ -256,7 +256,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             successor: The endpoint of the successor. If it is "", the requests fail.
         """
         self.successors.add(endpoint, successor)
-        self.lost(endpoint)
+        self.handle_loss(endpoint)
         for report_endpoint, statistics in list(self._pending_statistics.values()):
             if report_endpoint == endpoint and not statistics.done():
                 statistics.set_exception(Unavailable("statistics are not available now"))

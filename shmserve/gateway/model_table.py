@@ -11,7 +11,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
-from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, LLM_BACKEND, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -68,7 +68,7 @@ class GatewayModel:
         # Other backends may have a parameter of this name.
         with suppress(ValueError, InvalidArgument):
             engine_settings = EngineSettings.of(
-                json.loads(published.config.parameters.get(PARAMETER, "{}"))
+                json.loads(published.config.parameters.get(ENGINE_PARAMETER, "{}"))
             )
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
@@ -77,7 +77,7 @@ class GatewayModel:
             max_length = published.config.parameters.get("max_model_len", "")
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
         # whether the model converts text by the parameter `task`
-        self.has_task_parameter = is_vllm or published.config.backend == GENERATIVE
+        self.has_task_parameter = is_vllm or published.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
 

@@ -47,7 +47,7 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
     SchedulerLost,
 )
-from shmserve.ipc.processes import name_process
+from shmserve.ipc.processes import set_process_title
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class Frontend(ABC):
         asyncio.get_running_loop().call_soon(disconnect)
 
     @abstractmethod
-    def call_when_idle(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once all responses are sent."""
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
+        """Call `on_idle` once all responses are sent."""
 
     def _refuse_connections(self) -> None:
         self._refuses_connections = True
@@ -142,7 +142,7 @@ class Frontend(ABC):
 def prepare_process(role: str, title: str, log: LogSettings) -> None:
     """Set up the log and the process title, and ignore signals that end the process."""
     logs.configure(role, log)
-    name_process(title)
+    set_process_title(title)
     # The supervisor stops the gateway. A Ctrl-C reaches the whole process group.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)

@@ -10,7 +10,14 @@ from typing import Any
 from shmserve.common.trace_settings import TENSORS, TIMESTAMPS
 from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
+from shmserve.ipc.trace import (
+    Span,
+    TraceContext,
+    TracedTensor,
+    phase_durations,
+    span_subtree,
+    unpack_spans,
+)
 
 _ID_DIGITS = 13  # 13 of 16 hexadecimal digits, since not every JSON parser has integers of 64 bits
 _ACTIVITIES_BY_PROTOCOL = {
@@ -71,12 +78,12 @@ class RequestTrace:
 
     def read_spans(self, spans: bytes) -> None:
         """Record the spans of the last response."""
-        self.spans = within(unpack_spans(spans, self.tensors), self.scheduler.span_id)
+        self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:
-        """Return the durations of the phases until `now_ns`, as `ipc.trace.explain` does."""
+        """Return the durations of the phases until `now_ns`; see `ipc.trace.phase_durations`."""
         times = (self.arrived_ns, self.submitted_ns, now_ns)
-        return explain(self.spans, self.scheduler.span_id, *times)
+        return phase_durations(self.spans, self.scheduler.span_id, *times)
 
     def explain(self, inferred: Inferred) -> Inferred:
         """Return the response, with an explanation if the request asked for one."""

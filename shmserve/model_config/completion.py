@@ -8,15 +8,15 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from shmserve.errors import suggestion
-from shmserve.ipc.engine_settings import GENERATIVE
-from shmserve.ipc.engine_settings import PARAMETER as ENGINE
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER as ENGINE
+from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
     PADDING,
-    STRATEGY,
-    TARGET,
+    STRATEGY_PARAMETER,
+    TARGET_PARAMETER,
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
@@ -70,7 +70,15 @@ _COMPLETABLE = (
 )
 # The parameters that a model or its backend may set.
 _PARAMETERS = (
-    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING, ENGINE),
+    *(
+        STRATEGY_PARAMETER,
+        TARGET_PARAMETER,
+        MAX_STREAMS,
+        MIN_INSTANCES,
+        MAX_INSTANCES,
+        PADDING,
+        ENGINE,
+    ),
     "max_model_len",
 )
 
@@ -161,7 +169,7 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if not file and _VLLM_FILE in files:
         return "vllm"
     if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
-        return GENERATIVE
+        return LLM_BACKEND
     if file.endswith((".pt", ".pt2")):
         return "pytorch"
     if file.endswith(".onnx"):
@@ -180,9 +188,10 @@ def unknown_backend(config: ModelConfig) -> str:
     known = BACKENDS | {entry.name for entry in entry_points(group=_PLUGINS)}
     if name in known:
         return ""
+    hint = f", use platform: '{ENSEMBLE}'" if name == ENSEMBLE else suggestion(name, known)
     return (
         f"unable to find backend library for backend '{name}' of model '{config.name}', "
-        f"known are {', '.join(sorted(known))}{suggestion(name, known)}"
+        f"known are {', '.join(sorted(known))}{hint}"
     )
 
 

@@ -12,8 +12,8 @@ from shmserve.ipc.model_spec import (
     MAX_STREAMS,
     MIN_INSTANCES,
     PADDING,
-    STRATEGY,
-    TARGET,
+    STRATEGY_PARAMETER,
+    TARGET_PARAMETER,
 )
 from shmserve.model_config.diagnostics import Key, Source, located, member
 from shmserve.model_config.syntax import Malformed, MessageValue
@@ -102,7 +102,14 @@ _KEYS: dict[str, tuple[Key, ...]] = {
     "predict": (("input",), ("output",)),
     **{
         name: (("parameters", member(name)),)
-        for name in (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING)
+        for name in (
+            STRATEGY_PARAMETER,
+            TARGET_PARAMETER,
+            MAX_STREAMS,
+            MIN_INSTANCES,
+            MAX_INSTANCES,
+            PADDING,
+        )
     },
 }
 

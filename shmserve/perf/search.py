@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.model_spec import STRATEGY, TARGET, Strategy
+from shmserve.ipc.model_spec import STRATEGY_PARAMETER, TARGET_PARAMETER, Strategy
 
 _GAIN = 1.02  # a throughput ratio below this is noise
 _NEAR = 1.04  # ratio of batch sizes that are considered equal
@@ -225,7 +225,7 @@ def start(config: Config) -> Candidate:
     if not batch or "dynamic_batching" not in config:
         return Candidate(instances, batch)
     delay_us = int(config["dynamic_batching"].get("max_queue_delay_microseconds", 0))
-    strategy = _parameter(config, STRATEGY) or Strategy.PREFER_BATCH
+    strategy = _parameter(config, STRATEGY_PARAMETER) or Strategy.PREFER_BATCH
     waits = strategy == Strategy.PREFER_BATCH and delay_us > 0
     return Candidate(instances, batch, str(strategy), delay_us, depth=1 if waits else 2)
 
@@ -265,10 +265,10 @@ def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[s
         batching = result.setdefault("dynamic_batching", {})
         batching["preferred_batch_size"] = []
         batching["max_queue_delay_microseconds"] = candidate.delay_us
-        parameters[STRATEGY] = {"string_value": candidate.strategy}
-        parameters.pop(TARGET, None)
+        parameters[STRATEGY_PARAMETER] = {"string_value": candidate.strategy}
+        parameters.pop(TARGET_PARAMETER, None)
         if candidate.strategy == Strategy.ADAPTIVE:
-            parameters[TARGET] = {"string_value": f"{target_ms:g}"}
+            parameters[TARGET_PARAMETER] = {"string_value": f"{target_ms:g}"}
     return result
 
 
@@ -326,7 +326,7 @@ def _fields(config: Mapping[str, Any], candidate: Candidate) -> Iterator[str]:
     for group in config["instance_group"]:
         gpus = f" gpus: {group['gpus']}" if group.get("gpus") else ""
         yield f"instance_group {{ kind: {group['kind']} count: {group['count']}{gpus} }}"
-    for name in (STRATEGY, TARGET, *_THREADS.values()):
+    for name in (STRATEGY_PARAMETER, TARGET_PARAMETER, *_THREADS.values()):
         text = _parameter(config, name)
         if text and text != Strategy.PREFER_BATCH:  # the default is omitted
             yield f'parameters {{ key: "{name}" value {{ string_value: {json.dumps(text)} }} }}'

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.control_requests import (
     TicketReturned,
 )
 from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
-from shmserve.ipc.processes import marked, name_process, with_large_copies
+from shmserve.ipc.processes import set_process_title, with_large_copies, with_mark
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.access import configured_run_directory, tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
@@ -93,7 +93,7 @@ def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) 
 
 def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int:
     logs.configure("supervisor", config.log)
-    name_process("supervisor")
+    set_process_title("supervisor")
     fd_limits.raise_limit()
     table.check_at_start(config)
     faulthandler.enable()  # prints the stacks if the server crashes or a service manager aborts it
@@ -341,7 +341,7 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # The front zygote has no mark, and kills the remaining processes that models have started.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
-    environment = marked(environment, os.getpid(), run_dir.path)
+    environment = with_mark(environment, os.getpid(), run_dir.path)
     devices = host.accelerators(visible=config.visible_devices).count > 0
     files = [Path(each.rpartition(":")[0] or each) for each in config.model_files]
     later = config.model_control_mode != "none"

@@ -160,8 +160,8 @@ class Supervisor:
             if setting in IDLE_BACKEND_SETTINGS:
                 setting_text = f"{backend},{setting}={value}"
                 logger.warning("--backend-config=%s has no effect", setting_text)
-        if context.config.trace.discarded:
-            logger.warning("--trace-config: traces are discarded: triton,file=PATH is missing")
+        if context.config.trace.problem:
+            logger.warning("requests are not traced: %s", context.config.trace.problem)
         # Before other processes, because the import of torch takes longest.
         context.worker_zygote.start()
         context.front_zygote.start()

@@ -36,8 +36,8 @@ VALUES = np.array([[1, 2, 3, 4]], np.int32)
 
 
 def crime(command: str) -> dict:
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
-    return {"inputs": [given, json_input("INPUT0", VALUES)]}
+    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
+    return {"inputs": [tensor, json_input("INPUT0", VALUES)]}
 
 
 def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process]]:
@@ -77,15 +77,15 @@ class State:
         )
 
     def differences(self, now: State, more_memory: int) -> list[str]:
-        found = []
+        observations = []
         if now.titles != lasting(self.titles):
-            found.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
+            observations.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
         for title, count in now.descriptors.items():
             before = self.descriptors.get(title, 0)
             if count > before + _MORE_DESCRIPTORS:
-                found.append(f"descriptors of {title}: {before} became {count}")
+                observations.append(f"descriptors of {title}: {before} became {count}")
         if now.sockets > self.sockets + _MORE_DESCRIPTORS:
-            found.append(f"unix sockets: {self.sockets} became {now.sockets}")
+            observations.append(f"unix sockets: {self.sockets} became {now.sockets}")
         total, now_total = sum(self.resident.values()), sum(now.resident.values())
         if now_total > total + _MORE_MEMORY + more_memory:
             grown = [
@@ -93,10 +93,10 @@ class State:
                 for title, size in now.resident.items()
                 if size > (before := self.resident.get(title, 0)) + _WORTH_A_WORD
             ]
-            found.append(
+            observations.append(
                 f"memory: {total >> 20} MiB became {now_total >> 20} MiB ({', '.join(grown)})"
             )
-        return found
+        return observations
 
 
 @dataclass

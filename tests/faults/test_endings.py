@@ -48,12 +48,12 @@ def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) ->
     server = serve()
     members = server.tree()
     with request_pool(server) as pool:
-        asked = pool.number("gated", 1)
+        pending = pool.number("gated", 1)
         server.gate.next()
         server.find_one("worker simple.0").suspend()
         server.kill()
         assert_nothing_is_left(server, members)
-        assert isinstance(asked.exception(), OSError | http.client.HTTPException)
+        assert isinstance(pending.exception(), OSError | http.client.HTTPException)
 
 
 def test_kill_the_supervisor_while_loading(repository: Path) -> None:
@@ -118,11 +118,11 @@ def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) ->
 def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Server]) -> None:
     """In other cases, SIGHUP reloads the configuration."""
     terminal, theirs = os.openpty()
-    told = (
+    reasons = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
         "os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
     )
-    server = serve(prefix=(sys.executable, "-c", told, os.ttyname(theirs)))
+    server = serve(prefix=(sys.executable, "-c", reasons, os.ttyname(theirs)))
     os.close(theirs)
     members = server.tree()
     os.kill(server.pid, signal.SIGHUP)

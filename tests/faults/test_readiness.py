@@ -43,11 +43,11 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
         assert http.get("/v2/models/gated/ready").status == 400
         assert http.get("/v2/models/simple/ready").status == 200
         # The model restarts, so new requests wait for it.
-        asked = pool.number("gated", 7)
+        pending = pool.number("gated", 7)
         server.wait_pending("gated", 1)
         loading.release()
         server.gate.next().release()
-        assert values(asked.result()) == [7]
+        assert values(pending.result()) == [7]
         until("it is ready again", lambda: http.get("/v2/health/ready").status == 200, RECOVERY_S)
 
 
@@ -95,7 +95,9 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["explicit", "poll"])
-def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, mode: str) -> None:
+def test_a_model_that_crashes_on_every_request_becomes_unavailable(
+    tmp_path: Path, mode: str
+) -> None:
     """After ten crashes in a row the model is unavailable, with a reason; other models serve.
 
     It returns when it is loaded again or its files change.
@@ -114,15 +116,15 @@ def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, m
     with running(repository, f"--model-control-mode={mode}", *flags) as server:
         server.gate.close()
         with server.http() as http:
-            found: list[int] = []
+            statuses: list[int] = []
 
             def given_up() -> bool:
-                found.append(http.infer("bad", request).status)
+                statuses.append(http.infer("bad", request).status)
                 assert http.infer("simple", request).status == 200
-                return found[-1] == 503
+                return statuses[-1] == 503
 
             until("it is given up", given_up, 20)
-            assert found == [500] * 5 + [503]  # each request is retried once
+            assert statuses == [500] * 5 + [503]  # each request is retried once
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"
             why = "its process ended 10 times in a row (signal 6), and it executed no request"

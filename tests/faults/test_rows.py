@@ -111,13 +111,13 @@ def unregister_in_flight(stage: Stage) -> None:
     The call returns at once; the region stays listed and usable until its last request ends.
     """
     with stage.region("r") as made:
-        asked = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         assert [region["name"] for region in stage.http.regions().json()] == ["r"]
         assert stage.through("r") == 200
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         assert (made.read(np.int32, 16) == 5).all()
         until("it is not listed", lambda: stage.http.regions().json() == [])
         assert stage.through("r") == 404
@@ -136,9 +136,9 @@ def unregister_under_load(stage: Stage) -> None:
                 pass
             return reply
 
-        asked = [stage.pool.send(ask_until_refused) for _ in range(4)]
+        pending_calls = [stage.pool.send(ask_until_refused) for _ in range(4)]
         stage.http.unregister("r").ok()
-        assert [answer.result().status for answer in asked] == [404] * 4
+        assert [answer.result().status for answer in pending_calls] == [404] * 4
         stage.http.register("r", other.key, SIZE).ok()
 
 
@@ -206,17 +206,17 @@ def numbers_that_overflow(stage: Stage) -> None:
 
 def offset_of_the_last_page(stage: Stage) -> None:
     """Check that the registered offset is added only once."""
-    with stage.region("r", PAGE, 1023 * PAGE) as made:
+    with stage.region("r", PAGE, 1023 * PAGE) as region:
         assert stage.through("r", size=64, output_offset=PAGE - 64) == 200
-        assert (made.read(np.float32, 16, 1024 * PAGE - 64) == VALUES[:16]).all()
+        assert (region.read(np.float32, 16, 1024 * PAGE - 64) == VALUES[:16]).all()
 
 
 def offsets_that_no_page_begins_at(stage: Stage) -> None:
     """Register an object at offsets that are not aligned to pages."""
     for offset in (1, 8, 4095):
-        with stage.region("r", 2 * SIZE, offset) as made:
+        with stage.region("r", 2 * SIZE, offset) as region:
             assert stage.through("r") == 200
-            assert (made.read(np.uint8, SIZE, offset + SIZE).view(np.float32) == VALUES).all()
+            assert (region.read(np.uint8, SIZE, offset + SIZE).view(np.float32) == VALUES).all()
             stage.http.unregister("r").ok()
 
 
@@ -224,21 +224,21 @@ def truncated(stage: Stage) -> None:
     """Truncate an object before it is read, and before the output is written; only its client
     fails.
     """
-    with stage.region("r") as made:
+    with stage.region("r") as region:
         assert stage.through("r") == 200
         worker = stage.server.find_one("worker identity.0")
-        made.truncate(SIZE)
+        region.truncate(SIZE)
         assert stage.through("r") == 400
-        made.truncate(2 * SIZE)
+        region.truncate(2 * SIZE)
         assert stage.server.find_one("worker identity.0") == worker
-    with stage.region("s") as made:
-        asked = stage.pool.infer("gated", gated(5, "s", SIZE))
+    with stage.region("s") as region:
+        pending = stage.pool.infer("gated", gated(5, "s", SIZE))
         visit = stage.server.gate.next()
-        made.truncate(0)
+        region.truncate(0)
         visit.release()
-        while not asked.done():
+        while not pending.done():
             stage.server.gate.release_arrivals(0.05)
-        assert asked.result().status in (400, 500, 503)
+        assert pending.result().status in (400, 500, 503)
     stage.server.wait_ready()
     assert stage.http.infer("identity", {"inputs": [json_input("INPUT0", VALUES)]}).status == 200
 
@@ -275,34 +275,34 @@ shared_memory.SharedMemory(sys.argv[1]).close()
 
 def somebody_attaches_and_unlinks(stage: Stage) -> None:
     """Attach with Python before 3.13, which unlinks an object when the attached program exits."""
-    with stage.region("r") as made:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, made.name], check=True)
+    with stage.region("r") as region:
+        subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, region.name], check=True)
         with contextlib.suppress(FileNotFoundError):
-            made.path.unlink()
+            region.path.unlink()
         assert stage.through("r") == 200
-        assert (made.read(np.float32, 1024, SIZE) == VALUES).all()
+        assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
 
 
 def unlinked_while_registered(stage: Stage) -> None:
     """Unlink a registered object; it remains usable, also for new workers."""
-    with stage.region("r") as made:
-        made.path.unlink()
+    with stage.region("r") as region:
+        region.path.unlink()
         assert stage.through("r") == 200
         stage.replaced("worker identity.0")
-        made.write(VALUES + 1)
+        region.write(VALUES + 1)
         assert stage.through("r") == 200
-        assert (made.read(np.float32, 1024, SIZE) == VALUES + 1).all()
+        assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 
 def another_object_of_the_same_name(stage: Stage) -> None:
     """Create an object with the same key again; this new object is not registered."""
-    with stage.region("r") as made:
-        keeper = os.dup(made.fd)
+    with stage.region("r") as region:
+        keeper = os.dup(region.fd)
         try:
-            made.unlink()
-            made.create()
+            region.unlink()
+            region.create()
             assert stage.through("r") == 200
-            assert not made.read(np.uint8, 2 * SIZE).any()
+            assert not region.read(np.uint8, 2 * SIZE).any()
             assert (np.frombuffer(os.pread(keeper, SIZE, SIZE), np.float32) == VALUES).all()
         finally:
             os.close(keeper)
@@ -350,7 +350,7 @@ def objects_of_others(stage: Stage) -> None:
     for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
         assert "reserved prefix" in stage.http.register("r", key, 64).error
     with stage.region("r"):
-        asked = stage.pool.infer("gated", gated(1, "r"))
+        pending = stage.pool.infer("gated", gated(1, "r"))
         visit = stage.server.gate.next()
         names = set()
         for process in stage.server.tree():
@@ -366,7 +366,7 @@ def objects_of_others(stage: Stage) -> None:
                 if os.stat(f"/dev/shm/{name}").st_uid != os.geteuid():
                     assert stage.http.register("x", name, 1).status in (400, 403, 500)
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
 
 
 def users_on_one_host(stage: Stage) -> None:
@@ -402,15 +402,15 @@ def another_mount(stage: Stage) -> None:
 
 def outputs_in_one_place(stage: Stage) -> None:
     """Write the outputs of two concurrent requests to the same bytes; the second request fails."""
-    with stage.region("r") as made:
-        asked = stage.pool.infer("gated", gated(5, "r"))
+    with stage.region("r") as region:
+        pending = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         refused = stage.http.infer("gated", gated(6, "r", 60))
         assert refused.status == 400
         assert "overlaps one of a request in flight" in refused.error
         visit.release()
-        assert asked.result().status == 200
-        assert (made.read(np.int32, 16) == 5).all()
+        assert pending.result().status == 200
+        assert (region.read(np.int32, 16) == 5).all()
 
 
 def before_it_is_registered(stage: Stage) -> None:

@@ -47,28 +47,28 @@ def live(server: Server) -> float:
     ],
 )
 def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         send_repeat(client, LONG, delay_ms=10)
-        told.get(timeout=30)
+        results.get(timeout=30)
         victim = repeating.find_one(process)
         victim.kill()
-        assert says in failed(told)
+        assert says in failed(results)
         # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])
-        assert ended(told) == 3
+        assert ended(results) == 3
     until("nothing is left at a worker", lambda: live(repeating) == 0)
 
 
-def test_a_client_leaves_and_another_reads_on(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+def test_a_disconnecting_client_does_not_affect_another_stream(repeating: Server) -> None:
+    with stream(repeating) as (client, results):
         send_repeat(client, list(range(200)), delay_ms=5)
-        told.get(timeout=30)
-        with stream(repeating) as (other, others):
+        results.get(timeout=30)
+        with stream(repeating) as (other, other_results):
             send_repeat(other, LONG, delay_ms=10)
-            others.get(timeout=30)
+            other_results.get(timeout=30)
             assert live(repeating) == 2
         until("its request has ended at the worker", lambda: live(repeating) == 1)
-        assert ended(told) == 199
+        assert ended(results) == 199
 
 
 def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating: Server) -> None:
@@ -76,34 +76,34 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating:
 
     def take(result: Any, error: Any) -> None:
         gate.wait(20)
-        told.put(error or result)
+        results.put(error or result)
 
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         client.stop_stream()
         client.start_stream(take)
         send_repeat(client, [7] * 5000)
-        with stream(repeating) as (other, others):
+        with stream(repeating) as (other, other_results):
             send_repeat(other, list(range(500)))
-            assert ended(others) == 500
+            assert ended(other_results) == 500
         gate.set()
         for _ in range(5001):
-            told.get(timeout=30)
+            results.get(timeout=30)
 
 
 def test_unloading_waits_for_the_last_response(repeating: Server) -> None:
-    with stream(repeating) as (client, told), repeating.http() as http:
+    with stream(repeating) as (client, results), repeating.http() as http:
         send_repeat(client, list(range(60)), delay_ms=10)
-        told.get(timeout=30)
+        results.get(timeout=30)
         http.unload("repeat").ok()
-        assert ended(told) == 59
+        assert ended(results) == 59
     until("its worker is gone", lambda: not repeating.find("worker repeat.0"))
 
 
 def test_stopping_the_server_ends_a_stream(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         send_repeat(client, LONG, delay_ms=20)
-        told.get(timeout=30)
+        results.get(timeout=30)
         members = repeating.tree()
         repeating.stop(20)
-        assert failed(told)
+        assert failed(results)
     repeating.assert_exited(members)

@@ -1,5 +1,6 @@
-"""`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of text generation, as
-large as one wants it."""
+"""`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of text generation
+of any size.
+"""
 
 import argparse
 import sys
@@ -39,11 +40,11 @@ def main() -> int:
     check = CHECKS[arguments.check]
     began = time.monotonic()
     try:
-        told = check.run(arguments.size or check.size, arguments.first)
+        report = check.run(arguments.size or check.size, arguments.first)
     except AssertionError as error:
         print(f"{arguments.check}: {error}")
         return 1
-    print(f"{told} ({time.monotonic() - began:.1f} s)")
+    print(f"{report} ({time.monotonic() - began:.1f} s)")
     return 0
 
 

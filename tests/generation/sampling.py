@@ -1,5 +1,6 @@
-"""Sampling beside transformers: from one prompt, as many texts of ours as of `generate`, which are
-to be distributed alike (a chi-square test of two samples over joint tokens)."""
+"""Sampling beside transformers: as many texts of ours as of `generate` from one prompt must
+have the same distribution (a chi-square test of two samples over joint tokens).
+"""
 
 import tempfile
 from collections import Counter
@@ -24,21 +25,26 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
 )
 _SAMPLES = 128  # of a request
-_FEWEST = 10  # texts of both that are told apart from the rest
-_OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # else there are presets
+_FEWEST = 10  # texts with fewer occurrences in both samples are counted together
+# Without these values transformers uses its presets.
+_OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
     engine = {"kv_cache_blocks": 4 * _SAMPLES}
-    found: list[Any] = []
+    p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
         for key in range(1, -(-texts // _SAMPLES) + 1):
-            asked: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
-            scheduler.add(key, **asked, **settings, n=_SAMPLES, seed=seed + key)
+            request: dict[str, Any] = {
+                "input_ids": PROMPT,
+                "max_tokens": LENGTH,
+                "ignore_eos": True,
+            }
+            scheduler.add(key, **request, **settings, n=_SAMPLES, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)
-            found += zip(*[iter(tokens)] * LENGTH, strict=True)
-    return found[:texts]
+            p_values += zip(*[iter(tokens)] * LENGTH, strict=True)
+    return p_values[:texts]
 
 
 def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
@@ -55,7 +61,7 @@ def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[
 
 
 def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int = 0) -> float:
-    """How probable it is that two samples of one distribution differ as much as these."""
+    """Return the p-value of two samples under the hypothesis of one distribution."""
     mine = Counter(ours(path, rig, settings, texts, seed))
     other = Counter(theirs(path, settings, texts, seed))
     both = mine + other
@@ -67,13 +73,13 @@ def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: in
 
 
 def run(size: int, first: int = 0) -> str:
-    """So many texts of each at each of the settings. Raises AssertionError."""
-    found: dict[str, float] = {}
+    """Compare this number of texts at each of the settings. Raises AssertionError."""
+    p_values: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="shmserve-sampling-") as folder:
         path = write_folder(Path(folder) / "model")
         for number, settings in enumerate(SETTINGS):
             p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first)
-            found[str(settings)] = p_value
+            p_values[str(settings)] = p_value
             assert p_value > LEAST, f"{settings}: p = {p_value:g}"
-    told = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in found.items())
-    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {told}"
+    summary = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in p_values.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {summary}"

@@ -34,7 +34,7 @@ from tests.support.hf_folders import write_folder
 FAMILIES = ("llama", "qwen2", "qwen3")
 _ENDS = (0,)
 _TOKENS = range(3, 320)
-_REQUESTS = 120  # of which the schedules draw
+_REQUESTS = 120  # number of requests from which the schedules draw
 _LONGEST, _MOST = 48, 8  # tokens of a prompt, and behind it
 _NOTHING = array("i")
 _SAMPLED: tuple[dict[str, Any], ...] = (
@@ -43,7 +43,7 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.4, "top_k": 40, "top_p": 0.9},
 )
 
-Bits = dict[tuple[int, int], bytes]  # by sample and number of tokens, what the next is drawn from
+Bits = dict[tuple[int, int], bytes]  # the bits of the logits, by sample and number of tokens
 
 
 class Asked(NamedTuple):
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class NotingEngine(WorkerEngine):
-    """A worker's engine that notes the `bits` of what it samples from, by the request's key."""
+    """A worker's engine that records the `bits` of the logits that it samples from, by request."""
 
     bits: dict[int, Bits]
 
@@ -95,7 +95,7 @@ class ModelWorker(GenerativeWorker):
 
 
 class ModelRig(EngineRig):
-    """An engine whose worker has a model."""
+    """An engine whose worker has a real model."""
 
     def __init__(self, model: Transformer, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -103,7 +103,7 @@ class ModelRig(EngineRig):
 
     @property
     def bits(self) -> dict[int, Bits]:
-        """Those of all requests, by key."""
+        """Return the bits of all requests by key."""
         return self.worker.engine.bits
 
     def ask(self, asked: Asked) -> Generation[None]:
@@ -114,34 +114,34 @@ class ModelRig(EngineRig):
 
 @functools.cache
 def model(family: str) -> Transformer:
-    """A tiny model that is sensitive to any mistake."""
+    """Return a tiny model whose logits change with any mistake."""
     with tempfile.TemporaryDirectory(prefix="shmserve-schedules-") as folder:
         return Transformer(Checkpoint.open(write_folder(Path(folder) / family, family)))
 
 
 @functools.cache
 def requests() -> list[Asked]:
-    """All that is ever asked; many begin alike."""
+    """Return all requests of the schedules, many with a common prefix."""
     draw = random.Random(1)
     beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
-    found: list[Asked] = []
+    requests: list[Asked] = []
     for _ in range(_REQUESTS):
         begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
         most = draw.randint(1, _MOST)
-        found.append(Asked(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
-    return found
+        requests.append(Asked(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
+    return requests
 
 
 @functools.cache
 def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
-    """What each sample of a request draws from, and comes to, where nothing else ever ran."""
+    """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
     ended: dict[int, tuple[list[int], str]] = {}
     for sample in range(asked.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
         if asked.samples > 1 and len(asked.prompt) > 1:
-            # Each computes the last token itself, behind what was computed for all.
+            # Each sample computes the last token itself, after the shared prefix.
             rig.submit(asked.prompt[:-1], 1)
             rig.drain()
         generation = rig.submit(asked.prompt, asked.most, {sample: _NOTHING}, samples=1)
@@ -154,7 +154,9 @@ def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], s
 
 @dataclass
 class Schedule:
-    """What a seed draws: settings, and requests that come and go. `counts` are what was done."""
+    """A random schedule: the settings and requests that a seed draws. `counts` counts its
+    events.
+    """
 
     seed: int
     counts: Counter[str] = field(default_factory=Counter)
@@ -172,7 +174,7 @@ class Schedule:
             prefill_chunk_size=draw.choice((16, 32, 512)),
             max_prefill_tokens=draw.choice((16, 50, 500)),
             scheduling_policy=draw.choice(("fcfs", "sjf", "priority")),
-            # What is found of a prefix ends where a chunk may begin.
+            # A cached prefix ends at the boundary of a chunk.
             enable_prefix_caching=block_size == 16,
             kv_cache_blocks=int(all_blocks * draw.choice((0.15, 0.25, 1.0))) + 1,
             preemption_mode="swap",
@@ -186,7 +188,7 @@ class Schedule:
         asked: dict[int, Asked] = {}
         cancelled: set[int] = set()
         left = self._seats
-        while left or rig.engine.live:
+        while left or rig.engine.live_sequences:
             while left and draw.random() < 0.7:
                 left -= 1
                 request = draw.choice(requests())
@@ -209,10 +211,10 @@ class Schedule:
         )
 
     def _compare(self, key: int, request: Asked, cancelled: bool) -> None:
-        wanted, texts = alone(self._family, request)
+        expected, texts = alone(self._family, request)
         found = self._rig.bits.get(key, {})
         for at, bits in found.items():
-            assert bits == wanted[at], f"{self._family}, {request}: logits behind {at} differ"
+            assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
         self.counts["logits"] += len(found)
         for sample, text in texts.items():
             ended = self._rig.ended.get((key, sample))
@@ -220,7 +222,7 @@ class Schedule:
 
 
 def run(size: int, first: int = 0) -> str:
-    """Run so many schedules. Raises AssertionError at the first that differs."""
+    """Run this number of schedules. Raises AssertionError at the first that differs."""
     counts: Counter[str] = Counter()
     for seed in range(first, first + size):
         schedule = Schedule(seed)

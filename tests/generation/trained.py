@@ -29,21 +29,21 @@ _CLOSE = 1e-4
 
 
 def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
-    """Of rows of a text, by a folder's model."""
+    """Return the perplexity of rows of a text under a folder's model."""
     model = Transformer(Checkpoint.open(path), weights)
     cache = KvCache(model.architecture, _LENGTH, 1, 0)
     total = 0.0
     for begin in range(0, _ROWS * _LENGTH, _LENGTH):
         row = tokens[begin : begin + _LENGTH]
-        made = Pass(_LENGTH)
-        made.add(row, 0, [0])
-        logits = model.forward(made, cache, Attention(cache), list(range(_LENGTH - 1)))
+        forward_pass = Pass(_LENGTH)
+        forward_pass.add(row, 0, [0])
+        logits = model.forward(forward_pass, cache, Attention(cache), list(range(_LENGTH - 1)))
         total += float(functional.cross_entropy(logits, torch.tensor(row[1:])))
     return math.exp(total / _ROWS)
 
 
 def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
-    """Texts behind parts of the text are those of transformers. Raises AssertionError."""
+    """Check that greedy continuations equal those of transformers. Raises AssertionError."""
     starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
     prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(starts, 1)}
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -54,17 +54,19 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             scheduler.step()
             scheduler.swap(next(iter(scheduler.running.values())))
         scheduler.run()
-        found = {key: scheduler.tokens(key) for key in prompts}
+        generated = {key: scheduler.tokens(key) for key in prompts}
     for key, prompt in prompts.items():
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + found[key]])).logits[0, len(prompt) - 1 : -1]
+            logits = reference(torch.tensor([prompt + generated[key]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         best = logits.amax(-1)
-        mine = logits.gather(1, torch.tensor(found[key]).unsqueeze(1)).squeeze(1)
+        mine = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
         assert bool((best - mine < _CLOSE).all()), f"a greedy text differs behind {prompt}"
 
 
 def run(size: int, first: int = 0) -> str:
-    """Train for so many seconds. Raises AssertionError."""
+    """Train for this number of seconds, and check the model. Raises AssertionError."""
     sys.path.insert(0, str(_EXAMPLE))
     import train  # type: ignore[import-not-found,unused-ignore]
 

@@ -25,13 +25,13 @@ class Exported:
 
     def __init__(self, byte_size: int, device: int, inside: int) -> None:
         self.device = device
-        self.inside = inside  # what the handle opens begins so far into the allocation
+        self.inside = inside  # the offset of the handle's memory in the allocation
         self.raw = next(_numbers).to_bytes(64, "big")
         self.buffer = (ctypes.c_ubyte * (inside + byte_size))()
 
     @property
     def content(self) -> np.ndarray[Any, Any]:
-        """All of it from where the handle opens, as the exporter sees it."""
+        """Return the memory from the handle's address on, as the exporter sees it."""
         return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inside :]
 
     def memory(self, byte_size: int | None = None, uuid: bytes = b"") -> Memory:
@@ -49,7 +49,9 @@ class Exported:
 
 
 class FakeCuda:
-    """Implements `shmserve.ipc.memory.cuda_ipc.Cuda`; two devices. `asked` lists what was done."""
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.Cuda` with two devices. `asked` lists the
+    calls.
+    """
 
     def __init__(self) -> None:
         self._exported: dict[bytes, Exported] = {}
@@ -60,25 +62,25 @@ class FakeCuda:
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
         """Allocate in another process, and export."""
-        made = Exported(byte_size, device, inside)
-        self._exported[made.raw] = made
-        return made
+        export = Exported(byte_size, device, inside)
+        self._exported[export.raw] = export
+        return export
 
     def revoke(self, exported: Exported) -> None:
-        """The exporter dies: nobody can open the handle any more."""
+        """Simulate the exit of the exporter: the handle can no longer be opened."""
         self._exported.pop(exported.raw, None)
 
     @property
     def opened(self) -> int:
-        """How many mappings there are."""
+        """Return the number of mappings."""
         return self._open.total()
 
     def open(self, handle: bytes, device: int) -> int:
-        """As in `Cuda`; a handle that is open already is opened no second time."""
-        found = self._exported.get(handle)
-        if found is None or found.device != device:
+        """Open a handle as `Cuda` does, and refuse a handle that is already open."""
+        allocation = self._exported.get(handle)
+        if allocation is None or allocation.device != device:
             raise CudaError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
-        pointer = ctypes.addressof(found.buffer) + found.inside
+        pointer = ctypes.addressof(allocation.buffer) + allocation.inside
         assert not self._open[pointer], "the handle is open already"
         self._open[pointer] += 1
         self.asked.append(("open", device))
@@ -90,10 +92,10 @@ class FakeCuda:
         self.asked.append(("close", device))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        for found in self._exported.values():
-            base = ctypes.addressof(found.buffer)
-            if base <= pointer < base + len(found.buffer):
-                return base, len(found.buffer)
+        for allocation in self._exported.values():
+            base = ctypes.addressof(allocation.buffer)
+            if base <= pointer < base + len(allocation.buffer):
+                return base, len(allocation.buffer)
         raise CudaError("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
     def uuid(self, device: int) -> bytes:
@@ -107,7 +109,9 @@ class FakeCuda:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
-        """As in `Cuda`; nothing of no size, which poisons the driver's next call."""
+        """Pin memory as `Cuda` does, and refuse empty memory, which breaks the driver's next
+        call.
+        """
         assert byte_size and address not in self.pinned
         if self.broken:
             raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
@@ -115,12 +119,12 @@ class FakeCuda:
         self.asked.append(("pin", device))
 
     def unpin(self, address: int, device: int) -> None:
-        """As in `Cuda`; the pages are still there."""
+        """Unpin memory as `Cuda` does; its pages are still mapped."""
         ctypes.string_at(address, self.pinned.pop(address))
         self.asked.append(("unpin", device))
 
     def exporting(self) -> FakeExporting:
-        """CUDA as another process has it, which allocates."""
+        """Return the CUDA of another process, which allocates memory."""
         return FakeExporting(self)
 
     def device_memory(self) -> DeviceMemory:
@@ -128,7 +132,9 @@ class FakeCuda:
 
 
 class FakeExporting:
-    """Implements `shmserve.ipc.memory.cuda_ipc.Exporting`: what it allocates, `cuda` opens."""
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.Exporting` whose memory `cuda` can
+    open.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -138,9 +144,9 @@ class FakeExporting:
     def allocate(self, byte_size: int, device: int) -> int:
         if byte_size > self.most:
             raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
-        made = self._cuda.export(byte_size, device)
-        pointer = ctypes.addressof(made.buffer)
-        self.allocated[pointer] = made
+        export = self._cuda.export(byte_size, device)
+        pointer = ctypes.addressof(export.buffer)
+        self.allocated[pointer] = export
         return pointer
 
     def free(self, pointer: int, device: int) -> None:
@@ -162,12 +168,14 @@ class FakeExporting:
 def _as_tensor(allocation: Allocation) -> torch.Tensor:
     kind: Any = type("_View", (ctypes.c_ubyte * allocation.capacity,), {})
     view = kind.from_address(allocation.pointer)
-    view.owner = allocation  # the tensor keeps it, as torch keeps what a CUDA array came from
+    view.owner = allocation  # the tensor keeps the allocation alive, as torch does for a CUDA array
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class FakeDevice(Device):
-    """A device with memory of its own, as far as a worker can tell; counts what passes by host."""
+    """A device whose memory seems separate to a worker. It counts the bytes copied through the
+    host.
+    """
 
     def __init__(self) -> None:
         super().__init__("cpu")

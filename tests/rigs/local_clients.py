@@ -1,4 +1,4 @@
-"""A program that speaks the native protocol by hand, and says what a test wants it to say."""
+"""A program that speaks the native protocol by hand and sends the messages that a test chooses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.servers import Server
 
 
 class Guest:
-    """A program that says what the test wants it to say."""
+    """A native client that sends the messages that a test chooses."""
 
     def __init__(self, server: Server) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # With a timeout it would be told at once that the queue is full, where it is.
+        # A socket with a timeout would fail at once if the queue of connections is full.
         self.listener.connect(str(endpoints.listener(server.run_dir)))
         self.listener.settimeout(10)
         self.models: dict[str, str] = {}
@@ -55,9 +55,9 @@ class Guest:
         return self.next()
 
     def link(self, model: str, identity: str = "") -> Dealer:
-        made = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
-        self.links.append(made)
-        return made
+        dealer = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
+        self.links.append(dealer)
+        return dealer
 
     def close(self) -> None:
         self.listener.close()

@@ -28,12 +28,13 @@ from tests.support.wire.raw_http import Http
 _PATIENCE_S = 120.0
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
-# Asks once more; what is wrong with the answer, or "".
+# Repeats a request; returns an error, or "" for a correct answer.
 Ask = Callable[[int], str]
 T = TypeVar("T")
 
 
-# What a client of gRPC says that may lose an answer with its server, and ask again.
+# The service configuration of a gRPC client that may lose an answer with its server, and repeats
+# the call.
 _RETRY = {
     "methodConfig": [
         {
@@ -51,7 +52,9 @@ _RETRY = {
 
 
 def retried(ask: Callable[[], T]) -> T:
-    """What it returns, at once or on a new connection; a killed server may have one more yet."""
+    """Return the result of a call; repeat it on a new connection if a killed server closed the old
+    one.
+    """
     for _ in range(2):
         with contextlib.suppress(*_CLOSED):
             return ask()
@@ -59,8 +62,11 @@ def retried(ask: Callable[[], T]) -> T:
 
 
 def over_http(port: int, shared: bool) -> Iterator[Ask]:
-    """One connection; as every client of HTTP has to, it asks again on a new one where one that it
-    has used was closed. A region is registered once."""
+    """Send requests on one connection.
+
+    Like every HTTP client, it repeats a request on a new connection if the used connection was
+    closed. A region is registered once.
+    """
     connection = Http(port, _PATIENCE_S)
     through = InferInMemory(connection) if shared else infer_simple
 
@@ -75,8 +81,10 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
 
 
 def registering(port: int) -> Iterator[Ask]:
-    """Connections that take turns, by which a region is registered, used and unregistered each
-    time: what one has said, each of them finds."""
+    """Register, use and unregister a region on several connections in turn.
+
+    Every connection must see the changes of the others.
+    """
     connections = [Http(port, _PATIENCE_S) for _ in range(2)]
 
     def ask(number: int) -> str:
@@ -122,14 +130,14 @@ def main(
 ) -> None:
     """Ask until the input ends."""
     stop = threading.Event()
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
 
     def run(door: str, asks: Iterator[Ask]) -> None:
         with contextlib.closing(asks):  # type: ignore[type-var]
             try:
                 ask, number = next(asks), 0
             except Exception as error:
-                found[door][f"not begun: {error}"] += 1
+                counts[door][f"not begun: {error}"] += 1
                 return
             while not stop.is_set():
                 number += 1
@@ -137,7 +145,7 @@ def main(
                     said = ask(number) or "right"
                 except Exception as error:
                     said = f"{type(error).__name__}: {error}"
-                found[door][said[:300]] += 1
+                counts[door][said[:300]] += 1
                 stop.wait(0.02)
 
     doors = {
@@ -149,7 +157,7 @@ def main(
         "grpc": lambda _: over_grpc(grpc_port, killed),
         "native": lambda _: native(local),
     }
-    found.update((door, Counter()) for door in doors)
+    counts.update((door, Counter()) for door in doors)
     threads = [
         threading.Thread(target=run, args=(door, make(number)))
         for door, make in doors.items()
@@ -158,11 +166,11 @@ def main(
     for thread in threads:
         thread.start()
     while sys.stdin.readline():  # each asks how far they are
-        print(json.dumps(found), flush=True)
+        print(json.dumps(counts), flush=True)
     stop.set()
     for thread in threads:
         thread.join()
-    print(json.dumps(found), flush=True)
+    print(json.dumps(counts), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""A real systemd as the system's manager, in namespaces of its own: process 1 of a system that has
-this one's files, with /etc to write on, and whose /run, /tmp, /dev/shm and /var/lib are empty."""
+"""A real systemd in namespaces of its own.
+
+It is process 1 of a system with this one's files, a writable /etc, and an empty /run, /tmp,
+/dev/shm and /var/lib.
+"""
 
 import contextlib
 import os
@@ -16,8 +19,8 @@ from tests.support.waiting import until
 
 _SYSTEMD = "/lib/systemd/systemd"
 _EMPTY = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
-# Nothing of this system may be cleaned or changed by the manager: what it mounts and makes is in
-# its own namespaces, and it knows no units but those that are installed there, and empty targets.
+# The manager must not clean or change anything of this system: its mounts are in its own
+# namespaces, and it knows only the units installed there and empty targets.
 _INNER = f"""
 set -e
 mount --make-rprivate /
@@ -43,7 +46,7 @@ exec {_SYSTEMD} --system --unit=start.target --log-target=console
 
 
 class Unavailable(Exception):
-    """Why there can be none here."""
+    """The reason why no systemd can run here."""
 
 
 class Systemd:
@@ -53,8 +56,9 @@ class Systemd:
         self.pid = pid
 
     def run(self, *words: str | Path, user: int = 0, groups: str = "") -> str:
-        """What a command prints there, stdout and then stderr, without the end's newlines; the last
-        line is "status N" where it failed."""
+        """Return stdout and stderr of a command, without the last newlines; the last line is
+        "status N" if it failed.
+        """
         start = ["nsenter", f"--target={self.pid}", "--all"]
         if user:
             groups_of = f"--groups={groups}" if groups else "--clear-groups"
@@ -77,7 +81,7 @@ _ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
 
 @contextlib.contextmanager
 def booted() -> Iterator[Systemd]:
-    """A manager that has started; raises Unavailable."""
+    """Return a started manager; raise Unavailable if there can be none."""
     _check()
     group = _control_group()
     into_group = ("bash", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "bash")
@@ -92,18 +96,18 @@ def booted() -> Iterator[Systemd]:
         children = Path(f"/proc/{manager.pid}/task/{manager.pid}/children")
         try:
             until("process 1", lambda: manager.poll() is not None or children.read_text())
-            found = Systemd(int(children.read_text()) if manager.poll() is None else 0)
+            systemd = Systemd(int(children.read_text()) if manager.poll() is None else 0)
 
             def has_started() -> bool:
                 if manager.poll() is not None:
                     log.seek(0)
                     raise Unavailable(f"systemd does not start: {log.read().strip()[-200:]}")
-                return found.run("systemctl", "is-active", "start.target") == "active"
+                return systemd.run("systemctl", "is-active", "start.target") == "active"
 
             until("systemd", has_started, within_s=30)
-            yield found
+            yield systemd
         finally:
-            # Its end is that of all processes there, which have ended when it is waited for.
+            # All processes of the namespace exit with the manager before it can be awaited.
             if manager.poll() is None:
                 for pid in map(int, children.read_text().split()):
                     os.kill(pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ class ClientRequest(InflightRequest):
         self.window = ReadWindow()
         self.read = self.credited = 0
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return not self.request.cancelled
 
     def respond(self, message: Response) -> None:
@@ -155,13 +155,13 @@ class Client(Process):
         """Handle the loss of a scheduler, like `GatewaySchedulers.fail_over`."""
         if endpoint in self._links.links and endpoint not in self.schedulers.successors:
             self.schedulers.successors.add(endpoint, successor)
-            self.schedulers.lost(endpoint)
+            self.schedulers.handle_loss(endpoint)
 
     def from_scheduler(self, endpoint: str, messages: list[Any]) -> None:
         """Handle messages of the scheduler at `endpoint`; each must belong to a request there."""
         for message in messages:
             self.check(endpoint, message)
-            self.schedulers.take(endpoint, message)
+            self.schedulers.handle(endpoint, message)
 
     def check(self, endpoint: str, message: Any) -> None:
         if isinstance(message, m.StatisticsReported):
@@ -169,11 +169,11 @@ class Client(Process):
         else:
             table = self.schedulers
             settles = isinstance(message, m.Settled)
-            known = (table.settling if settles else table.pending).get(message.id)
-            if known is None:
+            entry = (table.settling if settles else table.pending).get(message.id)
+            if entry is None:
                 raise Violation(f"{self} is told {message} of no request that it has")
-            if known.endpoint != endpoint:
-                known.request.fail(f"told {message} by {endpoint}, and is at {known.endpoint}")
+            if entry.endpoint != endpoint:
+                entry.request.fail(f"told {message} by {endpoint}, and is at {entry.endpoint}")
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -116,8 +116,8 @@ class Scheduler:
     @property
     def instances(self) -> dict[str, int]:
         """Return the number of instances by state."""
-        found: dict[str, int] = self._core.gauges()["instances"]
-        return found
+        instances: dict[str, int] = self._core.gauges()["instances"]
+        return instances
 
     @property
     def used_blocks(self) -> int:
@@ -158,7 +158,8 @@ class _EnsembleMemory(EnsembleMemory):
         self._mappings = memory  # type: ignore[assignment]
 
     def hold(self, memory_range: Range) -> None:
-        held: Any = self._held.setdefault(memory_range.memory.id, _HeldArena(memory_range.memory))  # type: ignore[arg-type]
+        arena: Any = _HeldArena(memory_range.memory)
+        held: Any = self._held_arenas.setdefault(memory_range.memory.id, arena)
         held.users += 1
 
 
@@ -176,16 +177,16 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
     seen: set[int] = set()
     stack: list[Any] = [scheduler.front]
     while stack:
-        found = stack.pop()
-        if id(found) in seen:
+        element = stack.pop()
+        if id(element) in seen:
             continue
-        seen.add(id(found))
-        if type(found).__name__ in _STATIC:
+        seen.add(id(element))
+        if type(element).__name__ in _STATIC:
             continue
-        module = type(found).__module__
-        for name, value in _attributes(found):
+        module = type(element).__module__
+        for name, value in _attributes(element):
             if isinstance(value, (dict, list, set, deque, OrderedDict)):
-                where = f"{type(found).__name__}.{name}"
+                where = f"{type(element).__name__}.{name}"
                 bound = _KEPT.get(where, _KEPT.get(type(value).__name__, 0))
                 entries = list(value.values() if isinstance(value, dict) else value)
                 count = sum(entry is not None for entry in entries)

@@ -5,7 +5,13 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, POLICIES, PREEMPTION, EngineSettings
+from shmserve.ipc.engine_settings import (
+    ENGINE_PARAMETER,
+    LLM_BACKEND,
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    EngineSettings,
+)
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
@@ -196,16 +202,16 @@ def generative(random: Random, name: str) -> Model:
         "max_tokens_per_batch": random.choice((10, 64)),
         "prefill_chunk_size": random.choice((3, 16, 32)),
         "max_waiting_requests": random.choice((5, 20, 500)),
-        "scheduling_policy": random.choice(POLICIES),
-        "preemption_mode": random.choice(PREEMPTION),
+        "scheduling_policy": random.choice(SCHEDULING_POLICIES),
+        "preemption_mode": random.choice(PREEMPTION_MODES),
         "enable_preemption": random.random() < 0.9,
         "enable_prefix_caching": random.random() < 0.8,
         "speculative_decoding": speculation if random.random() < 0.3 else {},
     }
     more: dict[str, Any] = {
-        "backend": GENERATIVE,
+        "backend": LLM_BACKEND,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {PARAMETER: {"string_value": EngineSettings.of(settings).text}},
+        "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
     behaviour = {
         **_behaviour(random),

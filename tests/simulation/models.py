@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestSchema
@@ -84,7 +84,7 @@ class Model:
     @property
     def generative(self) -> bool:
         """Return whether the model generates text."""
-        return bool(self.config.get("backend") == GENERATIVE)
+        return bool(self.config.get("backend") == LLM_BACKEND)
 
     @staticmethod
     def rounds(content: bytes) -> int:
@@ -124,8 +124,8 @@ class Model:
     def maps(self) -> list[dict[str, Any]]:
         """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
-        found: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
-        return found
+        steps: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
+        return steps
 
     @staticmethod
     def goes(content: bytes) -> bool:
@@ -138,12 +138,12 @@ class Model:
         """
         if self.condition < 0 or self.goes(content):
             return set()
-        found = {self.condition}
+        conditions = {self.condition}
         for number, (step, maps) in enumerate(zip(self.steps, self.maps, strict=True)):
             needed = {maps["input_map"][name] for name in step.needs}
-            if any(self.maps[other]["output_map"]["OUT"] in needed for other in found):
-                found.add(number)
-        return found
+            if any(self.maps[other]["output_map"]["OUT"] in needed for other in conditions):
+                conditions.add(number)
+        return conditions
 
     @property
     def needs(self) -> list[str]:
@@ -191,8 +191,8 @@ def joined(one: bytes, other: bytes) -> bytes:
 
 def parts(data: bytes) -> tuple[bytes, bytes]:
     depth = 0
-    for found in re.finditer(rb"[\[\]&]", data):
-        depth += {b"[": 1, b"]": -1}.get(found[0], 0)
-        if depth == 1 and found[0] == b"&":
-            return data[1 : found.start()], data[found.end() : -1]
+    for match in re.finditer(rb"[\[\]&]", data):
+        depth += {b"[": 1, b"]": -1}.get(match[0], 0)
+        if depth == 1 and match[0] == b"&":
+            return data[1 : match.start()], data[match.end() : -1]
     return data, b""

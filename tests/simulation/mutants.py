@@ -86,16 +86,16 @@ def _code() -> list[tuple[Path, str]]:
 
 def _try(mutant: Mutant) -> str:
     """Run a mutant; return the result in a word, and the duration."""
-    found = occurrences(mutant)
-    if len(found) != 1:
-        print(f"stale   {mutant.name} (in {len(found)} places)", flush=True)
+    count = occurrences(mutant)
+    if len(count) != 1:
+        print(f"stale   {mutant.name} (in {len(count)} places)", flush=True)
         return "stale"
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shmserve-mutant-") as folder:
         tree = Path(folder)
         for name in _COPIED:
             _copy(ROOT / name, tree / name)
-        changed = tree / found[0].relative_to(ROOT)
+        changed = tree / count[0].relative_to(ROOT)
         changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
         command = ["-m", "tests.simulation", "--seeds", "100000", "--seconds", str(_CAUGHT_S)]
         done = subprocess.run(

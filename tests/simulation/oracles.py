@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.scheduler_client import ENDED
+from shmserve.ipc.scheduler_client import NO_SCHEDULER
 from shmserve.ipc.tensors.signature import stopping
 from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.settings import Settings
@@ -151,7 +151,7 @@ class Ledger:
             text = message.message
             # The state of a sequence ends with its scheduler, so its later requests are rejected.
             refused = stopping("", of_sequence=True) in text and request.step <= 0
-            if (ENDED in text or refused) and not names & self.unloaded:
+            if (NO_SCHEDULER in text or refused) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 
@@ -397,7 +397,7 @@ class SchedulerTrace:
             return
 
     def _delays(self, entry: Entry) -> bool:
-        return self.settings.policies.of(entry.level).delays
+        return self.settings.policies.policy(entry.level).delays
 
     def sent_to_client(self, peer: bytes, message: Any) -> None:
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
@@ -473,23 +473,23 @@ class SchedulerTrace:
     def turn_over(self) -> None:
         """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
-            most = self.settings.policies.of(level).max_queue_size
+            most = self.settings.policies.policy(level).max_queue_size
             if 0 < most < len(line):
                 self._fail(f"{len(line)} requests wait on level {level}, of at most {most}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
         """Check that a report of the scheduler agrees with its messages."""
-        shown = report["inference_stats"]
-        found = {
-            "succeeded": shown["success"]["count"],
-            "failed": shown["fail"]["count"],
+        statistics = report["inference_stats"]
+        violations = {
+            "succeeded": statistics["success"]["count"],
+            "failed": statistics["fail"]["count"],
             "executions": report["execution_count"],
             "inferences": report["inference_count"],
         }
         if self.settings.padding is not None:
             padding = report["shmserve"]["padding"].get("IN", (0, 0))
-            found["elements"], found["padding"] = padding
-        for name, value in found.items():
+            violations["elements"], violations["padding"] = padding
+        for name, value in violations.items():
             if name == "failed" and self.model.decoupled:
                 continue
             if name in ("executions", "inferences") and self.model.steps:

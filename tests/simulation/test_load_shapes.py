@@ -60,7 +60,7 @@ def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: 
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_instances_do_not_come_and_go(name: str, times: str) -> None:
+def test_instances_do_not_oscillate(name: str, times: str) -> None:
     """An instance is removed and added again within a minute no more often than the load rises.
 
     With a constant load this happens never, or once if execution times vary. A regular pattern is
@@ -68,24 +68,24 @@ def test_instances_do_not_come_and_go(name: str, times: str) -> None:
     """
     shape, rises = SHAPES[name]
     for seed in range(2):
-        found = run(shape, times, seed=seed)
-        assert all(1 <= count <= _MOST for _, count in found.counts)
-        assert found.regrets(within_s=60) <= min(max(rises, times == "exponential"), 4)
+        result = run(shape, times, seed=seed)
+        assert all(1 <= count <= _MOST for _, count in result.counts)
+        assert result.regrets(within_s=60) <= min(max(rises, times == "exponential"), 4)
 
 
 @pytest.mark.parametrize("base", [4, 8, 12, 16])
 @pytest.mark.parametrize("seed", range(5))
 def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, seed: int) -> None:
     shape = steps((60, base), (60, 4 * base))
-    found = run(shape, seconds=120, seed=seed)
-    assert found.p99_s(40, 60) <= _TARGET_S
-    assert found.p99_s(62, 120) <= _TARGET_S
+    result = run(shape, seconds=120, seed=seed)
+    assert result.p99_s(40, 60) <= _TARGET_S
+    assert result.p99_s(62, 120) <= _TARGET_S
     # The number of instances does not exceed the useful number.
-    assert found.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
+    assert result.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
 
 
 def test_an_idle_model_has_the_fewest_again() -> None:
-    found = run(steps((20, 64), (80, 0)), seconds=100)
-    assert found.count_at(20) >= 4
-    assert found.count_at(99) == 1
-    assert found.counts[-1][0] < 60
+    result = run(steps((20, 64), (80, 0)), seconds=100)
+    assert result.count_at(20) >= 4
+    assert result.count_at(99) == 1
+    assert result.counts[-1][0] < 60

@@ -52,13 +52,13 @@ class Piece(NamedTuple):
 
 
 def pieces(packed: bytes) -> list[Piece]:
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for part in packed.decode().split(";"):
         sample, begin, tokens, over = part.split(":")
-        found.append(
+        pieces.append(
             Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], over)
         )
-    return found
+    return pieces
 
 
 @functools.lru_cache(1 << 14)
@@ -84,19 +84,19 @@ def asked(content: bytes) -> Asked:
 
 @functools.lru_cache(1 << 14)
 def texts(content: bytes) -> list[tuple[list[int], str]]:
-    wanted = asked(content)
-    if wanted.search is not None:
+    request = asked(content)
+    if request.search is not None:
         generation: Generation[None] = Generation(
-            None, 0, 0, wanted.prompt, wanted.most, beams=wanted.search
+            None, 0, 0, request.prompt, request.most, beams=request.search
         )
         return searched(generation)
-    found: list[tuple[list[int], str]] = []
-    for sample in range(wanted.samples):
-        tokens, over = alone(wanted.prompt, sample, wanted.most)
+    samples: list[tuple[list[int], str]] = []
+    for sample in range(request.samples):
+        tokens, over = alone(request.prompt, sample, request.most)
         if STOP in tokens:
             tokens, over = tokens[: tokens.index(STOP) + 1], "stop"
-        found.append((tokens, over))
-    return found
+        samples.append((tokens, over))
+    return samples
 
 
 def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> str:

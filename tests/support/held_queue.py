@@ -28,9 +28,9 @@ class Queue:
         """Call a function that sends a request in another way, and wait until the request is
         queued.
         """
-        asked = self.pool.call(asking)
+        pending = self.pool.call(asking)
         self.wait_queued()
-        return asked
+        return pending
 
     def wait_queued(self) -> None:
         self.waiting += 1
@@ -41,9 +41,9 @@ class Queue:
         each batch.
         """
         self.holder.release()
-        found = []
+        requests = []
         for _ in range(count):
             visit = self.server.gate.next()
-            found.append(visit.batch)
+            requests.append(visit.batch)
             visit.release()
-        return found
+        return requests

@@ -88,11 +88,11 @@ def write_folder(
 ) -> Path:
     """Write a folder with its weights in `shards` files; `more` are fields of config.json."""
     path.mkdir(parents=True, exist_ok=True)
-    made = config(family, **more)
-    save_weights(path, weights(made, seed), shards)
+    configuration = config(family, **more)
+    save_weights(path, weights(configuration, seed), shards)
     files: dict[str, dict[str, Any]] = {
-        "config.json": made,
-        "generation_config.json": {"eos_token_id": made["eos_token_id"]},
+        "config.json": configuration,
+        "generation_config.json": {"eos_token_id": configuration["eos_token_id"]},
         "tokenizer_config.json": {
             "chat_template": TEMPLATE,
             "eos_token": END,

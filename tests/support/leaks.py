@@ -67,17 +67,17 @@ class Snapshot:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
     def _leaks(self, now: Snapshot) -> list[str]:
-        found = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
+        leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
         new = now.children - self.children
-        found += [f"process {process.pid} ({servers.title_of(process.pid)})" for process in new]
+        leaks += [f"process {process.pid} ({servers.title_of(process.pid)})" for process in new]
         for pid, titles in now.titles.items():
             before = self.titles.get(pid)
             if before is not None and servers.lasting(before) != titles:
-                found.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
+                leaks.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
         if now.descriptors - self.descriptors:
             gc.collect()
-            found += [f"descriptor {what}" for what in descriptors(os.getpid()) - self.descriptors]
-        return found
+            leaks += [f"descriptor {what}" for what in descriptors(os.getpid()) - self.descriptors]
+        return leaks
 
 
 def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[Entry]:
@@ -162,9 +162,9 @@ def resident_bytes(server: servers.Server) -> dict[str, int]:
 
 def cpu_seconds(server: servers.Server) -> dict[str, float]:
     """Return the CPU time of each process of a server in seconds, by title."""
-    found = {}
+    files = {}
     for process in server.tree():
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-            found[servers.title(process)] = times.user + times.system
-    return found
+            files[servers.title(process)] = times.user + times.system
+    return files

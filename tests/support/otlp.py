@@ -36,14 +36,14 @@ def attributes(of: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
-    made: Collector
+    new_collector: Collector
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
-            made.take(body)
+            new_collector.take(body)
             self.send_response(200)
             self.end_headers()
 
@@ -51,11 +51,11 @@ def collector() -> Iterator[Collector]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        made = Collector(server.server_port)
+        new_collector = Collector(server.server_port)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield made
+            yield new_collector
         finally:
             server.shutdown()
             thread.join()

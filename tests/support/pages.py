@@ -33,4 +33,4 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(*found) for found in _FENCE.findall(page.read_text())]
+    return [Block(*fields) for fields in _FENCE.findall(page.read_text())]

@@ -23,15 +23,15 @@ class Entry:
 
 def table() -> dict[int, Entry]:
     """Return every process by pid, including zombies."""
-    found = {}
+    processes = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 with open(f"/proc/{name}/stat", "rb") as stat:
                     # The second field, the name of the program, may contain any character.
                     fields = stat.read().rpartition(b")")[2].split()
-                found[int(name)] = Entry(int(name), int(fields[1]), int(fields[19]))
-    return found
+                processes[int(name)] = Entry(int(name), int(fields[1]), int(fields[19]))
+    return processes
 
 
 def descendants(pid: int, processes: dict[int, Entry]) -> list[Entry]:

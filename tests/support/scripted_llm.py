@@ -77,16 +77,16 @@ def write_scripted(
         successor |= dict(itertools.pairwise(ids))
     first = successor[tokenizer.get_vocab()[next(iter(scripts))]]
     end = tokenizer.get_vocab()[END]
-    made = config(
+    configuration = config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=32 * (len(successor) // 32 + 1),
         num_hidden_layers=1,
         eos_token_id=end,
         max_position_embeddings=4096,
     )
-    save_weights(path, _weights(made, successor, first))
+    save_weights(path, _weights(configuration, successor, first))
     files: dict[str, dict[str, Any]] = {
-        "config.json": made,
+        "config.json": configuration,
         "generation_config.json": {"eos_token_id": end, "temperature": 0.0},
         "tokenizer_config.json": {"chat_template": template, "eos_token": END},
     }

@@ -15,12 +15,12 @@ def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
         pair: The datatype of the other three; by default each has another one.
     """
     pairs = [pair] * 3 if pair else ["int32", "fp32", "bool"]
-    made = [
+    controls = [
         control(kind, kind, f"{each}_false_true: [ {TRUTH[each]} ]")
         for kind, each in zip(("START", "END", "READY"), pairs, strict=True)
     ]
-    made.append(control("CORRID", "CORRID", f"data_type: {id_type}"))
-    return f"control_input [ {', '.join(made)} ]"
+    controls.append(control("CORRID", "CORRID", f"data_type: {id_type}"))
+    return f"control_input [ {', '.join(controls)} ]"
 
 
 TRUTH = {"int32": "0, 1", "fp32": "0, 1", "bool": "false, true"}

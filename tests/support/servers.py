@@ -62,9 +62,9 @@ class Server:
         self.run_dir = run_dir or self.folder / "run"
         self.log_path = self.folder / "log"
         self._held = hold_ports(3)
-        found = [port_of(sock) for sock in self._held]
-        self.http_port, self.metrics_port = ports or found[:2]
-        self.grpc_port = found[2] if grpc else 0
+        port_numbers = [port_of(sock) for sock in self._held]
+        self.http_port, self.metrics_port = ports or port_numbers[:2]
+        self.grpc_port = port_numbers[2] if grpc else 0
         self.gate = Gate(self.folder / "gate")
         # Each server has its own gate and its own folder for temporary files.
         self.environment = {
@@ -216,7 +216,11 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with this name and these labels."""
-        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
+        return sum(
+            value
+            for sample_labels, value in self.samples(name)
+            if labels.items() <= sample_labels.items()
+        )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Return the labels and the value of each sample with this name."""
@@ -264,10 +268,10 @@ class Server:
         until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
         with open("/proc/net/unix") as table:
             assert str(self.run_dir) not in table.read()
-        found = (
+        pids = (
             os.listdir(self.folder) if self.folder.exists() else []
         )  # the folder is missing if the server was stopped before
-        left = [n for n in found if n.startswith((".ses", "torchinductor"))]
+        left = [n for n in pids if n.startswith((".ses", "torchinductor"))]
         assert not left, f"left behind in $TMPDIR: {left}"
 
     def kill(self) -> None:
@@ -309,11 +313,11 @@ def lasting(titles: Counter[str]) -> Counter[str]:
 
 def tree(pid: int) -> list[psutil.Process]:
     """Return a process and all its descendants, or an empty list if it has exited."""
-    found = []
+    members = []
     for each in (pid, *(entry.pid for entry in descendants(pid, table()))):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(each))
-    return found
+            members.append(psutil.Process(each))
+    return members
 
 
 def title(process: psutil.Process) -> str:
@@ -417,9 +421,9 @@ def run_python(
     *arguments: str | Path, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments in the project's root; return its output."""
-    given: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
+    fields: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **given)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **fields)
 
 
 def runs(process: psutil.Process) -> bool:

@@ -29,13 +29,13 @@ needs_users = pytest.mark.skipif(
 
 def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> T:
     """Call `action` as user `uid` with these groups; return or raise its result."""
-    found: list[T] = []
+    items: list[T] = []
     failed: list[BaseException] = []
 
     def be() -> None:
         try:
             _become(uid, groups)
-            found.append(action())
+            items.append(action())
         except BaseException as error:
             failed.append(error)
 
@@ -44,15 +44,15 @@ def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> 
     thread.join()
     if failed:
         raise failed[0]
-    return found[0]
+    return items[0]
 
 
 def _become(uid: int, groups: tuple[int, ...]) -> None:
     assert _CALLS is not None
     libc = ctypes.CDLL(None, use_errno=True)
-    wanted = (ctypes.c_uint * len(groups))(*groups)
+    group_ids = (ctypes.c_uint * len(groups))(*groups)
     for arguments in (
-        (_CALLS[0], len(groups), wanted),
+        (_CALLS[0], len(groups), group_ids),
         (_CALLS[1], uid, uid, uid),
         (_CALLS[2], uid, uid, uid),
     ):

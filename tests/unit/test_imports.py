@@ -1,4 +1,6 @@
-"""Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
+"""The import rules: rooms depend on each other in one direction, and no heavy library is loaded
+by accident.
+"""
 
 import ast
 import importlib
@@ -11,14 +13,14 @@ import pytest
 from tests.support.servers import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-# What of ours the files in a folder may import.
+# Modules that every file may import.
 LEAVES = ("shmserve.errors", "shmserve.logs")
 ROOMS = {
     "ipc": (*LEAVES, "shmserve.ipc"),
     # shmserve.model is the annotations that a user's model imports; it imports nothing of ours.
     "workers": (*LEAVES, "shmserve.ipc", "shmserve.workers", "shmserve.model"),
 }
-# Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
+# Unpickling runs code from the pickle; these modules contain a pickle format.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # A program may send a region to its own processes: its descriptor is duplicated.
 DUPLICATED = ("shmserve/client/memory/region.py", "multiprocessing.reduction.DupFd")
@@ -26,7 +28,7 @@ PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocess
 
 
 def sources(folder: str) -> list[Path]:
-    """The Python files of a folder at the root; links to folders in it are not followed."""
+    """Return the Python files of a folder at the root; links to folders are not followed."""
     return [
         Path(path, name)
         for path, _, names in os.walk(ROOT / folder)
@@ -36,7 +38,7 @@ def sources(folder: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module or name that a file imports, as far as names can tell, wherever it does."""
+    """Return every module or name that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,43 +59,43 @@ def test_there_are_files_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_is_below_it(room: str) -> None:
-    wrong = [
+def test_a_room_imports_only_lower_rooms(room: str) -> None:
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(room)
         for name in imports(path)
         if within(name, {"shmserve", *ROOMS}) and not within(name, ROOMS[room])
     ]
-    assert wrong == []
+    assert wrong_cases == []
 
 
 def test_the_control_plane_does_not_import_workers() -> None:
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources("shmserve")
         for name in imports(path)
         if within(name, {"shmserve.workers", "torch", *ROOMS})
     ]
-    assert wrong == []
+    assert wrong_cases == []
 
 
-def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
+def test_leaf_modules_import_nothing_of_shmserve() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
-        found = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
-        found.discard("shmserve.serving.serve")  # imported when a program asks for it
-        assert not [name for name in found if within(name, {"shmserve"})], leaf
+        imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
+        imported.discard("shmserve.serving.serve")  # imported when a program asks for it
+        assert not [name for name in imported if within(name, {"shmserve"})], leaf
 
 
 def test_nothing_pickles() -> None:
     """R1: no format that executes is imported anywhere."""
     files = [*sources("shmserve"), *(path for room in ROOMS for path in sources(room))]
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in files
         for name in imports(path)
         if within(name, PICKLES | PICKLING)
     ]
-    assert wrong == [DUPLICATED]
+    assert wrong_cases == [DUPLICATED]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +129,13 @@ def test_the_grpc_gateway_does_without_aiohttp() -> None:
 
 
 @pytest.mark.parametrize("room", ["api", "inference", "links"])
-def test_what_listeners_share_knows_none_of_them(room: str) -> None:
+def test_common_listener_modules_import_no_listener(room: str) -> None:
     """No type of HTTP or gRPC is in it."""
     protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(f"shmserve/gateway/{room}")
         for name in imports(path)
         if within(name, protocols)
     ]
-    assert wrong == []
+    assert wrong_cases == []

@@ -13,6 +13,6 @@ _SCHEMAS = sorted(path.stem for path in _FOLDER.glob("*.proto"))
 
 @pytest.mark.parametrize("name", _SCHEMAS)
 def test_the_generated_code_is_current(name: str) -> None:
-    made = generate(_FOLDER / f"{name}.proto")
+    module_text = generate(_FOLDER / f"{name}.proto")
     for file in (f"{name}.binpb", f"{name}_pb2.py"):
-        assert made[file] == (_FOLDER / file).read_bytes()
+        assert module_text[file] == (_FOLDER / file).read_bytes()

@@ -5,7 +5,7 @@ send ──> credit? ──> scatter ──> ExecutionResponded
 A stream sends any number of responses to one request, from any thread. The first and the final
 response are sent immediately. Other responses may be sent together (see `InstanceLink.flush_soon`).
 
-`send` blocks while the client has not read earlier responses (back-pressure). After `MOST_WAIT_S`
+`send` blocks while the client has not read earlier responses (back-pressure). After `MAX_CREDIT_WAIT_S`
 the request fails, so that it no longer holds resources.
 """
 
@@ -117,6 +117,13 @@ MAX_CREDIT_WAIT_S = 30.0
 _NO_FINAL_RESPONSE = Internal(
     "the model released the request's response sender without a final response"
 )
+
+
+def unread_responses() -> Unavailable:
+    """Return the error of a request whose client reads no responses."""
+    return Unavailable(
+        f"the client has read no response for {MAX_CREDIT_WAIT_S:g} s; no more responses are sent"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,11 +302,7 @@ class ResponseStream:
     def _time_out(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                reason = (
-                    f"the client has read no response for {MAX_CREDIT_WAIT_S:g} s; no more "
-                    "responses are sent"
-                )
-                self.fail(Unavailable(reason))
+                self.fail(unread_responses())
                 self._timed_out = True
                 self._open.cancel()
 

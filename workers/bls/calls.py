@@ -33,7 +33,7 @@ class UnaryBlsCall(BlsCall):
         self.future = future
         self.outcome: Outcome | None = None
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return self.future is None or not self.future.done()
 
     def receive(self, message: Responded) -> None:
@@ -89,7 +89,7 @@ class StreamBlsCall(BlsCall):
         self.first_response = first_response
         self.window = ReadWindow()
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return not self.abandoned
 
     def receive(self, message: Responded) -> None:

@@ -489,7 +489,7 @@ class CallRouter:
                 for message in link.receive():
                     if isinstance(message, Finished | Responded | Failed) and message.spans:
                         self._on_spans(message.spans)
-                    self.schedulers.take(link.endpoint, message)
+                    self.schedulers.handle(link.endpoint, message)
             unresolved, self._unresolved = self._unresolved, []
         for call, error in unresolved:
             self._resolve(call, error)
@@ -536,7 +536,7 @@ class CallRouter:
                         key: target for key, target in targets if target.endpoint != lost_endpoint
                     }
                     self.schedulers.successors.add(lost_endpoint, successor)
-                    self.schedulers.lost(lost_endpoint)
+                    self.schedulers.handle_loss(lost_endpoint)
 
     def _resolve_later(self, call: BlsCall, refusal: Failed | None) -> None:
         """Schedule the resolution of a call that is not in flight at any scheduler.
@@ -561,7 +561,7 @@ class CallRouter:
                 del self._targets[call.key]
         try:
             with self._locked_target(call) as target:
-                if target.endpoint != call.endpoint and call.awaited():
+                if target.endpoint != call.endpoint and call.is_awaited():
                     self._submit_to(target, call)
                     return
         except ShmserveError as submit_error:

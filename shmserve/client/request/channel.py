@@ -29,7 +29,7 @@ from shmserve.errors import (
     Unsupported,
     from_code,
 )
-from shmserve.ipc.endpoints import LARGEST_WORK
+from shmserve.ipc.endpoints import MAX_REQUEST_BYTES
 from shmserve.ipc.messages.inference import (
     Failed,
     Finished,
@@ -39,17 +39,16 @@ from shmserve.ipc.messages.inference import (
     make_submit,
     message_size,
 )
-from shmserve.ipc.scheduler_client import ENDED as NOBODY_SERVES
-from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
+from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
-from shmserve.ipc.trace import TraceContext, explain, unpack_spans
+from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
 from shmserve.ipc.transport.dealer import Dealer, LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
 LATE = "no response arrived within the timeout"
-ENDED = "the connection to the server was closed before the response"
+CLOSED_EARLY = "the connection to the server was closed before the response"
 FULL = "this process has no file descriptor left for another connection"
 _TWICE = "the server closed the connection twice"
 
@@ -101,7 +100,7 @@ class ClientRequest(InflightRequest):
         finally:
             del outcome  # a cycle of the error and its traceback would keep the request's memory
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return not self.abandoned
 
     def respond(self, message: Response) -> None:
@@ -169,7 +168,9 @@ class ClientRequest(InflightRequest):
             spans: The packed spans of the response.
         """
         span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
-        explanation = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
+        explanation = phase_durations(
+            unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns()
+        )
         result.parameters["explanation"] = explanation
 
     @property
@@ -188,9 +189,9 @@ class ClientRequest(InflightRequest):
     def own_memories(self) -> set[int]:
         return own_memories(self.built)
 
-    def strand(self) -> None:
+    def fail_stranded(self) -> None:
         self.free()
-        self.done(Disconnected(NOBODY_SERVES))
+        self.done(Disconnected(NO_SCHEDULER))
 
     def free(self) -> None:
         end, self.end = self.end, nothing
@@ -277,13 +278,16 @@ class RequestChannel:
         another = built.model.source is not server.models
         if self._closed or not server.alive or another:
             built.end()
-            raise Disconnected("this client is closed" if self._closed and not another else ENDED)
+            raise Disconnected(
+                "this client is closed" if self._closed and not another else CLOSED_EARLY
+            )
         options = built.options
         size = len(built.schema) + inline_size_of(built.data) + len(options.request_id)
-        if size > LARGEST_WORK:
+        if size > MAX_REQUEST_BYTES:
             built.end()
             raise InvalidArgument(
-                f"the request has {size} bytes besides its tensors, the maximum is {LARGEST_WORK}"
+                f"the request has {size} bytes besides its tensors, the maximum is "
+                f"{MAX_REQUEST_BYTES}"
             )
         pending.submit = make_submit(
             next(self._numbers),
@@ -339,7 +343,7 @@ class RequestChannel:
             link = self._links.by_fd(fd)
             if link is not None:
                 for message in link.receive():
-                    self.schedulers.take(link.endpoint, message)
+                    self.schedulers.handle(link.endpoint, message)
                 if not link.connected:
                     self._cut_off(link)
         if self._links.unsent:
@@ -361,7 +365,7 @@ class RequestChannel:
             return
         self._losses = server.losses
         for endpoint in [each.endpoint for each in self._links if each.endpoint in server.lost]:
-            self.schedulers.lost(endpoint)
+            self.schedulers.handle_loss(endpoint)
 
     def _cut_off(self, link: Dealer) -> None:
         """Replace a link that the scheduler has disconnected.
@@ -389,7 +393,7 @@ class RequestChannel:
             if pending.again:
                 pending.free()
                 ended = self.server.is_closed()
-                pending.done(Disconnected(ENDED) if ended else Unavailable(_TWICE))
+                pending.done(Disconnected(CLOSED_EARLY) if ended else Unavailable(_TWICE))
             else:
                 pending.again = True
                 self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))
@@ -398,7 +402,7 @@ class RequestChannel:
         self._links.close_all()
         for pending in self.schedulers.withdraw_all():
             pending.free()
-            pending.done(Disconnected(ENDED))
+            pending.done(Disconnected(CLOSED_EARLY))
 
     def wake(self) -> None:
         """Wake up the thread that waits at this channel. May be called from any thread."""

@@ -1,8 +1,8 @@
 """Current figures for monitoring: rates, quantiles and problems, from schedulers' reports (pure).
 
-The figures are differences between the reports of the last seconds, which are those of the metrics.
-A row has totals since the model was loaded, current gauges and, in `recent`, the rates per second
-and times in ms within the window. Models are ranked by `hurts`; `because` is the reason.
+The figures are differences between the reports of the last seconds; the metrics page has the same
+reports. A row has totals since the model was loaded, current gauges and, in `recent`, the rates per
+second and times in ms within the window. Models are ranked by `hurts`; `because` is the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 WINDOW_S = 10.0
 HISTORY_S = 600.0
 HISTORY_EVERY_S = 5.0
-DEATHS_S = 3600.0  # the time for which exited workers are shown
+EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 _TOTALS = (
     *("success", "fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -29,13 +29,13 @@ _GENERATION_TIMES = {
     "inter_token_ms": "inter_token_seconds",
 }
 # Ranks of models with exited workers; failing requests rank from 2000.
-_DEATH, _EARLIER_DEATH = 3000, 1500
-_LONG_MS = 1.0  # mean queueing time below which a model is healthy
+_NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
+_LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
 
 Report = Mapping[str, Any]
 Row = dict[str, Any]
 Point = tuple[float | None, ...]
-_IDLE: Point = (0, 0, None, None, 0, 0)
+_IDLE_POINT: Point = (0, 0, None, None, 0, 0)
 
 
 class Figures:
@@ -49,7 +49,7 @@ class Figures:
         # By model: the times and numbers of exited workers.
         self._exits: dict[str, deque[tuple[float, int]]] = {}
 
-    def rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
+    def build_rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
         """Return the row of each model version, given the schedulers' reports.
 
         Args:
@@ -57,26 +57,32 @@ class Figures:
             now_s: The time of the reports, in monotonic seconds.
         """
         report_by_version = {
-            f"{each['name']}/{each['version']}": each["shmserve"] for each in reports
+            f"{report['name']}/{report['version']}": report["shmserve"] for report in reports
         }
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
             self._snapshots.popleft()
-        at_s, before = self._snapshots[0] if self._snapshots else (now_s, {})
-        last = self._snapshots[-1][1] if self._snapshots else {}
+        earlier_s, earlier_reports = self._snapshots[0] if self._snapshots else (now_s, {})
+        previous_reports = self._snapshots[-1][1] if self._snapshots else {}
         self._snapshots.append((now_s, report_by_version))
-        for key, now in report_by_version.items():
-            if key in last and (lost := now["workers_lost"] - last[key]["workers_lost"]) > 0:
-                self._exits.setdefault(key, deque()).append((now_s, lost))
+        for key, report in report_by_version.items():
+            if (
+                key in previous_reports
+                and (new_exits := report["workers_lost"] - previous_reports[key]["workers_lost"])
+                > 0
+            ):
+                self._exits.setdefault(key, deque()).append((now_s, new_exits))
         return {
-            key: row(now, before.get(key), now_s - at_s, self._recent_exits(key, now_s))
-            for key, now in report_by_version.items()
+            key: build_row(
+                report, earlier_reports.get(key), now_s - earlier_s, self._recent_exits(key, now_s)
+            )
+            for key, report in report_by_version.items()
         }
 
     def _recent_exits(self, key: str, now_s: float) -> int:
-        deaths = self._exits.get(key, deque())
-        while deaths and deaths[0][0] <= now_s - DEATHS_S:
-            deaths.popleft()
-        return sum(lost for _, lost in deaths)
+        exits = self._exits.get(key, deque())
+        while exits and exits[0][0] <= now_s - EXITS_SHOWN_S:
+            exits.popleft()
+        return sum(count for _, count in exits)
 
 
 class History:
@@ -88,166 +94,205 @@ class History:
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
-    def add(self, at_s: float, rows: Mapping[str, Row]) -> None:
-        """Record the rows at `at_s` (seconds since the epoch), unless the last rows are recent."""
+    def add(self, time_s: float, rows: Mapping[str, Row]) -> None:
+        """Record rows, unless the last rows are recent; `time_s` is the time since the epoch."""
         snapshots = self._snapshots
-        if snapshots and 0 <= at_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
+        if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return
         snapshots.append(
-            (at_s, {key: _point(row) for key, row in rows.items() if "success" in row})
+            (time_s, {key: _build_point(row) for key, row in rows.items() if "success" in row})
         )
-        # Snapshots in the future are dropped, too, because the clock may be set back.
-        while not at_s - HISTORY_S <= snapshots[0][0] <= at_s:
+        # After the clock was set back, earlier snapshots lie in the future and are dropped, too.
+        while not time_s - HISTORY_S <= snapshots[0][0] <= time_s:
             snapshots.popleft()
 
-    def shown(self) -> dict[str, Any]:
+    def as_series(self) -> dict[str, Any]:
         """Return the times and, by model, a point for each time: None if unknown, 0 if idle."""
         keys = dict.fromkeys(key for _, points in self._snapshots for key in points)
         series = {
             key: [
-                0 if points.get(key) == _IDLE else points.get(key) for _, points in self._snapshots
+                0 if points.get(key) == _IDLE_POINT else points.get(key)
+                for _, points in self._snapshots
             ]
             for key in keys
         }
-        return {"at": [at_s for at_s, _ in self._snapshots], "models": series}
+        return {"at": [time_s for time_s, _ in self._snapshots], "models": series}
 
 
-def _point(row: Row) -> Point:
+def _build_point(row: Row) -> Point:
     recent = row.get("recent", {})
-    ms = recent.get("ms") or (None, None, None)
-    figures = (recent.get("rate", 0), recent.get("fail_rate", 0), ms[0], ms[2])
+    quantiles_ms = recent.get("ms") or (None, None, None)
+    figures = (recent.get("rate", 0), recent.get("fail_rate", 0), quantiles_ms[0], quantiles_ms[2])
     point = (*figures, row["pending"], row["executing"])
-    return _IDLE if point == _IDLE else point
+    return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def row(now: Report, before: Report | None, seconds: float, exits: int = 0) -> Row:
+def build_row(report: Report, earlier_report: Report | None, seconds: float, exits: int = 0) -> Row:
     """Return a model's row; without an earlier report it has no `recent`.
 
     Args:
-        now: The current report.
-        before: The report of `seconds` ago.
+        report: The current report.
+        earlier_report: The report of `seconds` ago.
         seconds: The length of the interval.
         exits: The number of workers that died within an hour.
     """
-    figures: Row = {name: now[name] for name in _TOTALS}
-    figures |= {name: _but_zeros(now[key]) for name, key in _COUNTS.items()}
-    figures["sequences"] = now["open_sequences"]
-    if now.get("cache"):
-        figures["cache"] = now["cache"]
-    if "generated" in now:
-        figures["generation"] = {**now["generation"], "generated": now["generated"]}
-        figures["generation"]["preemptions"] = sum(now["preemptions"].values())
-    if before is not None and seconds > 0:
-        figures["recent"] = _recent(now, before, seconds)
-    figures["hurts"], figures["because"] = _problem(figures, now)
+    figures: Row = {name: report[name] for name in _TOTALS}
+    figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS.items()}
+    figures["sequences"] = report["open_sequences"]
+    if report.get("cache"):
+        figures["cache"] = report["cache"]
+    if "generated" in report:
+        figures["generation"] = {**report["generation"], "generated": report["generated"]}
+        figures["generation"]["preemptions"] = sum(report["preemptions"].values())
+    if earlier_report is not None and seconds > 0:
+        figures["recent"] = _recent_figures(report, earlier_report, seconds)
+    figures["hurts"], figures["because"] = _find_problem(figures, report)
     if exits:
-        text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
-        figures["because"] = f"{figures['because']}; {text}".removeprefix("; ")
-        just = before is not None and now["workers_lost"] > before["workers_lost"]
-        figures["hurts"] = max(figures["hurts"], (_DEATH if just else _EARLIER_DEATH) + exits)
+        exits_text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
+        figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
+        is_new = (
+            earlier_report is not None and report["workers_lost"] > earlier_report["workers_lost"]
+        )
+        figures["hurts"] = max(
+            figures["hurts"], (_NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK) + exits
+        )
     return figures
 
 
-def _recent(now: Report, before: Report, seconds: float) -> Row:
-    grown = {
-        name: max(0, now[name] - before.get(name, 0)) for name in now if type(now[name]) is int
+def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> Row:
+    increases = {
+        name: max(0, report[name] - earlier_report.get(name, 0))
+        for name in report
+        if type(report[name]) is int
     }
-    sizes, batches = now["batch_size"], _added(now["batch_size"], before["batch_size"])
-    reasons = before["batches_closed"]
-    closed = {key: count - reasons.get(key, 0) for key, count in now["batches_closed"].items()}
+    batch_sizes, batch_counts = (
+        report["batch_size"],
+        _bucket_increases(report["batch_size"], earlier_report["batch_size"]),
+    )
+    reasons = earlier_report["batches_closed"]
+    closed = {key: count - reasons.get(key, 0) for key, count in report["batches_closed"].items()}
     figures: Row = {
-        "rate": _short(grown["success"] / seconds),
-        "fail_rate": _short(grown["fail"] / seconds),
-        "execution_rate": _short(grown["execution_count"] / seconds),
-        "closed": _but_zeros(closed),
-        "sizes": _but_zeros(dict(zip([*sizes["buckets"], "more"], batches, strict=True))),
-        "ms": _request_ms(now, before),
-        "phases": _phases(grown),
+        "rate": _round_to_four_digits(increases["success"] / seconds),
+        "fail_rate": _round_to_four_digits(increases["fail"] / seconds),
+        "execution_rate": _round_to_four_digits(increases["execution_count"] / seconds),
+        "closed": _without_zeros(closed),
+        "sizes": _without_zeros(
+            dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
+        ),
+        "ms": _request_quantiles_ms(report, earlier_report),
+        "phases": _mean_phase_ms(increases),
     }
-    if sum(batches):
-        figures["batch"] = _short((sizes["sum"] - before["batch_size"]["sum"]) / sum(batches))
-    if "generated" in now:
-        figures |= {name: _short(grown[key] / seconds) for name, key in _GENERATION_RATES.items()}
-        figures |= {name: _ms(now[key], before[key]) for name, key in _GENERATION_TIMES.items()}
+    if sum(batch_counts):
+        figures["batch"] = _round_to_four_digits(
+            (batch_sizes["sum"] - earlier_report["batch_size"]["sum"]) / sum(batch_counts)
+        )
+    if "generated" in report:
+        figures |= {
+            name: _round_to_four_digits(increases[key] / seconds)
+            for name, key in _GENERATION_RATES.items()
+        }
+        figures |= {
+            name: _quantiles_ms(report[key], earlier_report[key])
+            for name, key in _GENERATION_TIMES.items()
+        }
     return figures
 
 
-def _phases(grown: Mapping[str, int]) -> Row:
+def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed = grown["success"] - grown["cache_hit"]
-    counts = {phase: grown["success"] if phase == "queue" else executed for phase in _PHASES}
+    executed_count = increases["success"] - increases["cache_hit"]
+    counts = {
+        phase: increases["success"] if phase == "queue" else executed_count for phase in _PHASES
+    }
     return {
-        phase.removeprefix("compute_"): _short(grown[f"{phase}_ns"] / count / 1e6)
+        phase.removeprefix("compute_"): _round_to_four_digits(
+            increases[f"{phase}_ns"] / count / 1e6
+        )
         for phase, count in counts.items()
         if count > 0
     }
 
 
-def _request_ms(now: Report, before: Report) -> list[float]:
+def _request_quantiles_ms(report: Report, earlier_report: Report) -> list[float]:
     """Return the quantiles of request times.
 
     With summaries enabled they are those of the last minute, exact within 0.5 %; otherwise they are
     estimated from the histogram.
     """
-    exact = dict(now["quantiles"].get("request", ()))
-    quantiles_ms = [exact.get(quantile) for quantile in _QUANTILES]
+    exact_us = dict(report["quantiles"].get("request", ()))
+    quantiles_ms = [exact_us.get(quantile) for quantile in _QUANTILES]
     if None not in quantiles_ms:
-        return [_short(value / 1000) for value in quantiles_ms if value is not None]
-    return _ms(now["request_seconds"], before["request_seconds"])
+        return [_round_to_four_digits(value / 1000) for value in quantiles_ms if value is not None]
+    return _quantiles_ms(report["request_seconds"], earlier_report["request_seconds"])
 
 
-def _ms(now: Report, before: Report) -> list[float]:
-    counts = _added(now, before)
-    return [_short(quantile(q, now["buckets"], counts) * 1000) for q in _QUANTILES if sum(counts)]
+def _quantiles_ms(histogram: Report, earlier_histogram: Report) -> list[float]:
+    counts = _bucket_increases(histogram, earlier_histogram)
+    return [
+        _round_to_four_digits(quantile(fraction, histogram["buckets"], counts) * 1000)
+        for fraction in _QUANTILES
+        if sum(counts)
+    ]
 
 
-def _added(now: Report, before: Report) -> list[int]:
-    return [max(0, a - b) for a, b in zip(now["counts"], before["counts"], strict=True)]
+def _bucket_increases(histogram: Report, earlier_histogram: Report) -> list[int]:
+    return [
+        max(0, count - earlier_count)
+        for count, earlier_count in zip(
+            histogram["counts"], earlier_histogram["counts"], strict=True
+        )
+    ]
 
 
-def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
+def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
     """Return a quantile of a histogram, interpolated like Prometheus's histogram_quantile.
 
     Args:
-        q: The quantile.
-        bounds: The upper bounds of all buckets but the last, whose quantiles are the last bound.
+        fraction: The quantile.
+        bounds: The upper bounds of all buckets but the last. A quantile in the last bucket, which
+            has no upper bound, is reported as the highest of these bounds.
         counts: The counts of the buckets.
     """
-    rank, below = q * sum(counts), 0
-    for at, reached in enumerate(accumulate(counts)):
-        if reached >= rank and counts[at] and at < len(bounds):
-            low = bounds[at - 1] if at else 0.0
-            return min(low + (bounds[at] - low) * (rank - below) / counts[at], bounds[at])
-        below = reached
+    rank, count_below = fraction * sum(counts), 0
+    for index, cumulative in enumerate(accumulate(counts)):
+        if cumulative >= rank and counts[index] and index < len(bounds):
+            lower_bound = bounds[index - 1] if index else 0.0
+            return min(
+                lower_bound + (bounds[index] - lower_bound) * (rank - count_below) / counts[index],
+                bounds[index],
+            )
+        count_below = cumulative
     return bounds[-1]
 
 
-def _problem(figures: Row, now: Report) -> tuple[float, str]:
+def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     """Return the rank and the text of a model's problem: failures, then queueing.
 
-    A configured queue delay, in which batches grow, is no problem.
+    A configured queue delay, during which batches grow, does not count as a problem.
     """
     recent = figures.get("recent", {})
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)
     if fail_rate:
-        share = fail_rate / (fail_rate + rate)
-        return _short(2000 + 100 * share), f"{share:.0%} of requests fail"
+        failed_share = fail_rate / (fail_rate + rate)
+        return _round_to_four_digits(
+            2000 + 100 * failed_share
+        ), f"{failed_share:.0%} of requests fail"
     phases = recent.get("phases", {})
-    delay_ms = now["queue_delay_ns"] / 1e6
-    waited = max(0.0, phases.get("queue", 0) - delay_ms)
-    total_ms = waited + sum(ms for phase, ms in phases.items() if phase != "queue")
-    if waited >= max(_LONG_MS, delay_ms / 2) and waited > total_ms / 2:
-        besides = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
-        text = f"{waited:.3g} of {total_ms:.3g} ms in the queue{besides}"
-        return _short(1000 + 100 * waited / total_ms), text
-    if recent and not rate and (inside := figures["pending"] + figures["executing"]):
-        return 1000, f"{inside} requests in flight, but no responses"
+    delay_ms = report["queue_delay_ns"] / 1e6
+    queue_ms = max(0.0, phases.get("queue", 0) - delay_ms)
+    total_ms = queue_ms + sum(ms for phase, ms in phases.items() if phase != "queue")
+    if queue_ms >= max(_LONG_QUEUE_MS, delay_ms / 2) and queue_ms > total_ms / 2:
+        delay_text = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
+        queue_text = f"{queue_ms:.3g} of {total_ms:.3g} ms in the queue{delay_text}"
+        return _round_to_four_digits(1000 + 100 * queue_ms / total_ms), queue_text
+    if recent and not rate and (inflight := figures["pending"] + figures["executing"]):
+        return 1000, f"{inflight} requests in flight, but no responses"
     return max(recent.get("ms", ()), default=0), ""
 
 
-def _but_zeros(counts: Mapping[Any, int]) -> dict[str, int]:
+def _without_zeros(counts: Mapping[Any, int]) -> dict[str, int]:
     return {str(name): count for name, count in counts.items() if count > 0}
 
 
-def _short(number: float) -> float:
+def _round_to_four_digits(number: float) -> float:
     return float(f"{number:.4g}")

@@ -1,4 +1,4 @@
-"""The management operations of all protocols: everything but inference and shared memory.
+"""The management operations of all protocols, without inference and shared memory.
 
 These operations cover health, metadata and configurations, log and trace settings, the model
 repository, and statistics. The supervisor stores the log and trace settings and performs the
@@ -19,7 +19,6 @@ from shmserve.common.names import check_model_name, is_traversal
 from shmserve.common.trace_settings import read_changes
 from shmserve.errors import (
     InvalidArgument,
-    NotFound,
     PermissionDenied,
     ShmserveError,
     Unavailable,
@@ -41,10 +40,10 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 logger = logging.getLogger(__name__)
 
-# Schedulers whose report takes longer are omitted.
-_REPORT_S = 2.0
-_EMPTY_TEXT = 4  # bytes of an empty text: its length prefix
-_MOST_SHOWN = 64  # elements of an input in an example
+# The reports of schedulers that take longer than this are omitted.
+_REPORT_TIMEOUT_S = 2.0
+_EMPTY_TEXT_BYTES = 4  # bytes of an empty text: its length prefix
+_MAX_EXAMPLE_ELEMENTS = 64  # elements of an input in an example
 
 EXTENSIONS = (
     *("classification", "sequence", "model_repository", "model_repository(unload_dependents)"),
@@ -67,7 +66,7 @@ def is_exiting(gateway: Gateway) -> bool:
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model's version is ready.
 
-    A model that is loaded on demand is ready. A model's `is_ready`, if defined, decides.
+    A model that is loaded on demand is ready. If the model defines `is_ready`, its result counts.
 
     Raises:
         InvalidArgument: `version` is not a version.
@@ -87,7 +86,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         return False
 
 
-def server(gateway: Gateway) -> dict[str, Any]:
+def server_metadata(gateway: Gateway) -> dict[str, Any]:
     """Return the server's metadata: its name, version and extensions."""
     return {
         "name": gateway.settings.id,
@@ -96,7 +95,7 @@ def server(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
     """Return a model's metadata, with all versions or with the requested `version` only.
 
     Raises:
@@ -108,7 +107,7 @@ async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
     )
 
 
-def examples(gateway: Gateway) -> list[dict[str, Any]]:
+def request_examples(gateway: Gateway) -> list[dict[str, Any]]:
     """Return a request to try for each model: its path, headers and body.
 
     An input of many elements has `fill`, a value, and `count` in place of `data`. Tensors that JSON
@@ -117,7 +116,7 @@ def examples(gateway: Gateway) -> list[dict[str, Any]]:
     """
     models = gateway.models
     names = sorted({*models.on_demand, *(model.name for model in models.all_versions())})
-    return [each for name in names for each in _examples(name, models.find(name, ""))]
+    return [example for name in names for example in _model_examples(name, models.find(name, ""))]
 
 
 def text_example(model: str, path: str, **fields: Any) -> dict[str, Any]:
@@ -125,7 +124,7 @@ def text_example(model: str, path: str, **fields: Any) -> dict[str, Any]:
     return {"model": model, "path": path, "headers": {}, "body": {"model": model, **fields}}
 
 
-def _examples(name: str, model: GatewayModel | None) -> list[dict[str, Any]]:
+def _model_examples(name: str, model: GatewayModel | None) -> list[dict[str, Any]]:
     path = f"/v2/models/{quote(name, safe='')}"
     if model is None:
         return [{"model": name, "path": path, "headers": {}}]
@@ -137,29 +136,29 @@ def _examples(name: str, model: GatewayModel | None) -> list[dict[str, Any]]:
             text_example(name, "/v1/chat/completions", messages=chat, max_tokens=16),
         ]
     signature = model.signature
-    specs = [spec for spec in signature.inputs.values() if not spec.optional]
-    used = {spec.datatype for spec in (*specs, *signature.outputs.values())}
-    binary = not used.isdisjoint(("FP16", "BF16"))
-    inputs = [_example_input(each, signature.max_batch_size, binary) for each in specs]
-    parameters: dict[str, Any] = {"binary_data_output": True} if binary else {}
+    required_inputs = [spec for spec in signature.inputs.values() if not spec.optional]
+    datatypes = {spec.datatype for spec in (*required_inputs, *signature.outputs.values())}
+    is_binary = not datatypes.isdisjoint(("FP16", "BF16"))
+    inputs = [_example_input(item, signature.max_batch_size, is_binary) for item in required_inputs]
+    parameters: dict[str, Any] = {"binary_data_output": True} if is_binary else {}
     if model.stateful:
         parameters |= {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
     body = {"inputs": inputs, **({"parameters": parameters} if parameters else {})}
-    zeros = sum(each["parameters"]["binary_data_size"] for each in inputs) if binary else 0
+    zero_bytes = sum(item["parameters"]["binary_data_size"] for item in inputs) if is_binary else 0
     headers = {"Accept": "application/x-ndjson"} if model.decoupled else {}
     example = {"model": name, "path": f"{path}/infer", "headers": headers, "body": body}
-    return [example | ({"zeros": zeros} if binary else {})]
+    return [example | ({"zeros": zero_bytes} if is_binary else {})]
 
 
-def _example_input(spec: TensorSpec, max_batch_size: int, binary: bool) -> dict[str, Any]:
+def _example_input(spec: TensorSpec, max_batch_size: int, is_binary: bool) -> dict[str, Any]:
     shape = [*([1] if max_batch_size else []), *(abs(dim) for dim in spec.dims)]
     value = {"BYTES": "text", "BOOL": True}.get(spec.datatype, 1)
     count = math.prod(shape)
-    data: dict[str, Any] = {"data": [value] * min(count, _MOST_SHOWN)}
-    if binary:
-        size = ITEM_SIZE[spec.datatype] or _EMPTY_TEXT
+    data: dict[str, Any] = {"data": [value] * min(count, _MAX_EXAMPLE_ELEMENTS)}
+    if is_binary:
+        size = ITEM_SIZE[spec.datatype] or _EMPTY_TEXT_BYTES
         data = {"parameters": {"binary_data_size": size * count}}
-    elif count > _MOST_SHOWN:
+    elif count > _MAX_EXAMPLE_ELEMENTS:
         data = {"fill": value, "count": count}
     return {"name": spec.name, "datatype": spec.datatype, "shape": shape, **data}
 
@@ -169,8 +168,8 @@ async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
     return (await resolve_model(gateway, name, version)).config
 
 
-SWITCHES = ("log_info", "log_warning", "log_error")
-LEVEL, FORMAT, FILE = "log_verbose_level", "log_format", "log_file"
+LOG_SWITCHES = ("log_info", "log_warning", "log_error")
+LOG_LEVEL, LOG_FORMAT, LOG_FILE = "log_verbose_level", "log_format", "log_file"
 
 
 async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +177,7 @@ async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict
     return await gateway.supervisor.send_request(ChangeLogging, changes)
 
 
-def refuse_file() -> Unsupported:
+def log_file_error() -> Unsupported:
     """Return the error for an attempt to change the log file."""
     return Unsupported("log file location can not be updated through network protocol")
 
@@ -189,26 +188,25 @@ async def change_trace_settings(
     """Change trace settings, and return all trace settings as texts.
 
     Raises:
-        NotFound: There is no such model.
-        InvalidArgument: A value is not allowed.
+        InvalidArgument: There is no such model, or a value is not allowed.
         Unsupported: A setting cannot be changed.
     """
     if model and not gateway.models.versions(model):
-        raise NotFound(f"Request for unknown model : {model}")
+        raise InvalidArgument(f"Request for unknown model : {model}")
     return await gateway.supervisor.send_request(ChangeTracing, model, read_changes(changes))
 
 
 # --- the model repository
 
 
-async def index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
+async def repository_index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
     """Return every version of every model in the repositories, or only ready versions."""
     payload = await gateway.supervisor.send_request(IndexRepository, only_ready)
     models: list[dict[str, Any]] = payload.get("models", [])
     return models
 
 
-async def load(
+async def load_model(
     gateway: Gateway, client: ClientIdentity, name: str, config: str, files: dict[str, Any]
 ) -> None:
     """Load a model, optionally with the client's configuration and files, and wait for it.
@@ -218,11 +216,11 @@ async def load(
         ShmserveError: The load failed.
     """
     if config or files:
-        check_may_send(client)
+        check_may_send_files(client)
     await gateway.supervisor.send_request(LoadModel, name, config, files)
 
 
-def check_may_send(client: ClientIdentity) -> None:
+def check_may_send_files(client: ClientIdentity) -> None:
     """Raise PermissionDenied unless this client may send files of models.
 
     Models run with the rights of the server's user. Only this user, or a client with a token, may
@@ -235,7 +233,7 @@ def check_may_send(client: ClientIdentity) -> None:
         )
 
 
-async def unload(gateway: Gateway, name: str, *, dependents: bool) -> None:
+async def unload_model(gateway: Gateway, name: str, *, dependents: bool) -> None:
     """Unload a model and, with `dependents`, the models that only this model needs."""
     await gateway.supervisor.send_request(UnloadModel, name, dependents)
 
@@ -263,7 +261,7 @@ def check_repository(repository: str | None) -> None:
 # --- statistics
 
 
-async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, Any]]:
+async def model_statistics(gateway: Gateway, name: str, version: str) -> list[dict[str, Any]]:
     """Return Triton's statistics of one version, of all versions ("") or of all models (no name).
 
     Raises:
@@ -271,18 +269,18 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
         Unavailable: No scheduler of the model has reported in time.
     """
     if not name:
-        return _triton_statistics(await collect(gateway, gateway.models.all_versions()))
+        return _triton_statistics(await collect_reports(gateway, gateway.models.all_versions()))
     version = canonical_version(version) if version else ""
     versions = gateway.models.versions(name)
     if not versions:
         raise InvalidArgument(f"requested model '{name}' is not available")
     try:
-        chosen = [gateway.models.resolve(name, version or v) for v in versions]
+        models = [gateway.models.resolve(name, version or v) for v in versions]
     except ShmserveError:
         raise InvalidArgument(
             f"requested model version is not available for model '{name}'"
         ) from None
-    reports = await collect(gateway, chosen[:1] if version else chosen)
+    reports = await collect_reports(gateway, models[:1] if version else models)
     if not reports:
         raise Unavailable(f"the statistics of model '{name}' are not available now")
     return _triton_statistics(reports)
@@ -292,24 +290,31 @@ def _triton_statistics(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: report[key] for key in report if key != "shmserve"} for report in reports]
 
 
-async def collect(
-    gateway: Gateway, models: list[GatewayModel], level: int = logging.WARNING
+async def collect_reports(
+    gateway: Gateway, models: list[GatewayModel], log_level: int = logging.WARNING
 ) -> list[dict[str, Any]]:
     """Return the statistics reports of the schedulers of `models`, in order.
 
-    Late reports are omitted and logged at `level`.
+    Late reports are omitted and logged at `log_level`.
     """
     futures = [gateway.schedulers.report(model.endpoint) for model in models]
     if not futures:
         return []
     try:
-        await asyncio.wait(futures, timeout=_REPORT_S)
+        await asyncio.wait(futures, timeout=_REPORT_TIMEOUT_S)
     finally:
         missing = [future for future in futures if not future.done()]
         for future in missing:
             future.cancel()
     if missing:
         logger.log(
-            level, "%d of %d schedulers did not report their statistics", len(missing), len(futures)
+            log_level,
+            "%d of %d schedulers did not report their statistics",
+            len(missing),
+            len(futures),
         )
-    return [f.result() for f in futures if not f.cancelled() and f.exception() is None]
+    return [
+        future.result()
+        for future in futures
+        if not future.cancelled() and future.exception() is None
+    ]

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 # The report of each model, with its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
 
-# Triton appends these labels to the others, which are sorted.
-_OF_A_DISTRIBUTION = ("le", "quantile")
+# Triton sorts all other labels, and appends these two.
+_TRAILING_LABELS = ("le", "quantile")
 
 
 @dataclass(slots=True)
@@ -40,18 +40,18 @@ class ExpositionFamily:
     """
 
     name: str
-    text: str
+    help_text: str
     kind: str
     samples: list[str] = field(default_factory=list)
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Record a sample."""
-        ordered = sorted(labels.items(), key=_sort_key)
+        ordered = sorted(labels.items(), key=_label_sort_key)
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the page."""
-        yield from model_metrics.head(self.name, self.text, self.kind)
+        yield from model_metrics.head(self.name, self.help_text, self.kind)
         yield from self.samples
 
 
@@ -69,7 +69,7 @@ class ReportFamily(NamedTuple):
     kind: str
     name: str
     path: str
-    text: str
+    help_text: str
     label: str = ""
 
     @property
@@ -77,55 +77,66 @@ class ReportFamily(NamedTuple):
         """Return whether the family is a latency, which settings can disable."""
         return self.path.endswith("_ns")
 
-    def metric(self, reports: Reports) -> ExpositionFamily:
+    def to_exposition(self, reports: Reports) -> ExpositionFamily:
         """Return the family with its samples."""
-        plain = self.kind != "counter" or self.name.startswith("nv_")
-        name = self.name if plain else f"{self.name}_total"
-        family = ExpositionFamily(name, self.text, self.kind)
+        keeps_name = self.kind != "counter" or self.name.startswith("nv_")
+        name = self.name if keeps_name else f"{self.name}_total"
+        family = ExpositionFamily(name, self.help_text, self.kind)
         for labels, report in reports:
-            counts: Any = report
+            measurement: Any = report
             for key in self.path.split("."):
-                counts = counts[key]
+                measurement = measurement[key]
             if self.label:
-                for label_value, number in counts.items():
-                    family.add({**labels, self.label: label_value}, number)
+                for label_value, count in measurement.items():
+                    family.add({**labels, self.label: label_value}, count)
             else:
-                family.add(labels, counts // 1000 if self.is_latency else counts)
+                family.add(labels, measurement // 1000 if self.is_latency else measurement)
         return family
 
 
-def _families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
-    """Return families of rows of `ReportFamily`; the path "" is the name without the prefix."""
+def _report_families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
+    """Return a `ReportFamily` for each row; an empty path means the name without the prefix."""
     return tuple(
         ReportFamily(kind, prefix + name, path or name, *labels)
         for kind, name, path, *labels in rows
     )
 
 
-_ALL = "inference requests, all batch sizes"
-_EXECUTED = "(does not include cached requests)"
-_CACHED = "(includes cached requests)"
+_ALL_REQUESTS = "inference requests, all batch sizes"
+_EXCLUDES_CACHED = "(does not include cached requests)"
+_INCLUDES_CACHED = "(includes cached requests)"
 _LATENCIES = (
     # each row: name, help text, and the counter of requests with the same duration
-    ("request", f"inference request duration in microseconds {_CACHED}", "success"),
-    ("queue", f"inference queuing duration in microseconds {_CACHED}", "queue"),
-    ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
-    ("compute_infer", f"compute inference duration in microseconds {_EXECUTED}", "compute_infer"),
+    ("request", f"inference request duration in microseconds {_INCLUDES_CACHED}", "success"),
+    ("queue", f"inference queuing duration in microseconds {_INCLUDES_CACHED}", "queue"),
     (
-        *("compute_output", f"inference compute output duration in microseconds {_EXECUTED}"),
+        "compute_input",
+        f"compute input duration in microseconds {_EXCLUDES_CACHED}",
+        "compute_input",
+    ),
+    (
+        "compute_infer",
+        f"compute inference duration in microseconds {_EXCLUDES_CACHED}",
+        "compute_infer",
+    ),
+    (
+        *(
+            "compute_output",
+            f"inference compute output duration in microseconds {_EXCLUDES_CACHED}",
+        ),
         "compute_output",
     ),
 )
-_TRITON = _families(
+_TRITON_FAMILIES = _report_families(
     "",
-    ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
+    ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL_REQUESTS}"),
     (
         *("counter", "nv_inference_count", "inference_count"),
-        f"Number of inferences performed {_EXECUTED}",
+        f"Number of inferences performed {_EXCLUDES_CACHED}",
     ),
     (
         *("counter", "nv_inference_exec_count", "execution_count"),
-        f"Number of model executions performed {_EXECUTED}",
+        f"Number of model executions performed {_EXCLUDES_CACHED}",
     ),
     *(
         ("counter", f"nv_inference_{name}_duration_us", f"{counter}_ns", f"Cumulative {text}")
@@ -137,7 +148,7 @@ _TRITON = _families(
     ),
 )
 # Families of models with a response cache.
-_OF_CACHE = _families(
+_CACHE_FAMILIES = _report_families(
     "",
     ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
     ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
@@ -151,7 +162,7 @@ _OF_CACHE = _families(
     ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
     ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
-_OWN = _families(
+_OWN_FAMILIES = _report_families(
     "shmserve_",
     ("counter", "workers_lost", "", "Deaths of instance processes that were serving"),
     ("counter", "retried", "", "Requests retried alone after their worker died"),
@@ -167,17 +178,17 @@ _OWN = _families(
     ("gauge", "open_sequences", "", "Open sequences"),
     ("counter", "copied_bytes", "", "Bytes of tensors that workers copied", "direction"),
 )
-_HISTOGRAMS = (
+_OWN_HISTOGRAMS = (
     ("request_seconds", "Time from arrival to response of a successful request"),
     ("queue_seconds", "Queue time of a successful request"),
     ("compute_seconds", "Duration of an execution, including input and output"),
     ("batch_size", "Batch size of an execution"),
 )
-_PADDING = (
+_PADDING_COUNTERS = (
     ("shmserve_padded_elements", "Elements of padded inputs that models received"),
     ("shmserve_padding_elements", "Padding elements of padded inputs"),
 )
-_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+_FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
 def triton_families(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
@@ -185,75 +196,75 @@ def triton_families(reports: Reports, *, latencies: bool) -> Iterator[Exposition
 
     The families of the response cache are included if a model has one.
     """
-    for family in _TRITON:
+    for family in _TRITON_FAMILIES:
         if latencies or not family.is_latency:
-            yield family.metric(reports)
+            yield family.to_exposition(reports)
     failures = ExpositionFamily(
-        "nv_inference_request_failure", f"Number of failed {_ALL}", "counter"
+        "nv_inference_request_failure", f"Number of failed {_ALL_REQUESTS}", "counter"
     )
     for labels, report in reports:
-        for reason in _REASONS:
+        for reason in _FAILURE_REASONS:
             # Triton counts the failure of a step and the resulting failure of the ensemble.
             weight = 2 if reason == "OTHER" and report.get("is_ensemble") else 1
             number = weight * report["failures"].get(reason, 0)
             failures.add({**labels, "reason": reason}, number)
     yield failures
-    cached = _with_cache(reports)
-    for family in _OF_CACHE if cached else ():
+    cached_reports = _select_cached(reports)
+    for family in _CACHE_FAMILIES if cached_reports else ():
         if latencies or not family.is_latency:
-            yield family.metric(cached)
+            yield family.to_exposition(cached_reports)
 
 
 def own_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
-    for name, text in _HISTOGRAMS:
-        yield histogram(f"shmserve_{name}", name, text, reports)
-    for family in _OWN:
-        yield family.metric(reports)
-    yield from _padding(reports)
+    for name, text in _OWN_HISTOGRAMS:
+        yield histogram_family(f"shmserve_{name}", name, text, reports)
+    for family in _OWN_FAMILIES:
+        yield family.to_exposition(reports)
+    yield from _padding_families(reports)
 
 
-def summaries(reports: Reports) -> Iterator[ExpositionFamily]:
+def summary_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield Triton's latency summaries of successful requests.
 
-    The quantiles are those of the last minute. Models with a response cache have no summary of
-    whole requests.
+    The quantiles are those of the last minute. As in Triton, models with a response cache have no
+    summary of the request duration.
     """
-    cached = _with_cache(reports)
-    uncached = [each for each in reports if not each[1].get("cache")]
+    cached_reports = _select_cached(reports)
+    uncached_reports = [entry for entry in reports if not entry[1].get("cache")]
     for name, text, counter in _LATENCIES:
         full_name = f"nv_inference_{name}_summary_us"
-        shown = uncached if name == "request" else reports
-        yield _summary(full_name, f"Summary of {text}", shown, name, counter)
-    for name in ("cache_hit", "cache_miss") if cached else ():
+        summarised_reports = uncached_reports if name == "request" else reports
+        yield _summary_family(full_name, f"Summary of {text}", summarised_reports, name, counter)
+    for name in ("cache_hit", "cache_miss") if cached_reports else ():
         text = f"Summary of {name.replace('_', ' ')} duration in microseconds"
-        yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
+        yield _summary_family(f"nv_{name}_summary_per_model", text, cached_reports, name, name)
 
 
-def first_responses(reports: Reports) -> Iterator[ExpositionFamily]:
+def first_response_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the histogram of times to first response, if there are decoupled models."""
-    text = "Duration from request to first response in milliseconds"
-    family = ExpositionFamily(FIRST_RESPONSE_FAMILY, text, "histogram")
+    help_text = "Duration from request to first response in milliseconds"
+    family = ExpositionFamily(FIRST_RESPONSE_FAMILY, help_text, "histogram")
     for labels, report in reports:
         histogram = report.get("first_response_ms")
         if histogram is None:
             continue
-        for bound, cumulative in _cumulative(histogram):
-            shown = {**labels, "le": str(bound).removesuffix(".0")}
-            family.add(shown, cumulative, "_bucket")
+        for bound, cumulative in _cumulative_buckets(histogram):
+            bucket_labels = {**labels, "le": str(bound).removesuffix(".0")}
+            family.add(bucket_labels, cumulative, "_bucket")
         family.add(labels, cumulative, "_count")
         family.add(labels, histogram["sum"], "_sum")
     yield family
 
 
-def _with_cache(reports: Reports) -> Reports:
+def _select_cached(reports: Reports) -> Reports:
     return [(labels, report) for labels, report in reports if report.get("cache")]
 
 
-def _summary(
-    full_name: str, text: str, reports: Reports, name: str, counter: str
+def _summary_family(
+    full_name: str, help_text: str, reports: Reports, name: str, counter: str
 ) -> ExpositionFamily:
-    family = ExpositionFamily(full_name, text, "summary")
+    family = ExpositionFamily(full_name, help_text, "summary")
     for labels, report in reports:
         count = report["success"]
         if counter in ("cache_hit", "cache_miss"):
@@ -263,40 +274,40 @@ def _summary(
         family.add(labels, count, "_count")
         family.add(labels, report[f"{counter}_ns"] // 1000, "_sum")
         for quantile, value in report.get("quantiles", {}).get(name, ()):
-            number = float("nan") if value is None else round(value)
-            family.add({**labels, "quantile": f"{quantile:g}"}, number)
+            rounded = float("nan") if value is None else round(value)
+            family.add({**labels, "quantile": f"{quantile:g}"}, rounded)
     return family
 
 
-def histogram(name: str, path: str, text: str, reports: Reports) -> ExpositionFamily:
+def histogram_family(name: str, path: str, help_text: str, reports: Reports) -> ExpositionFamily:
     """Return a histogram family from the histogram at `path` of each report."""
-    family = ExpositionFamily(name, text, "histogram")
+    family = ExpositionFamily(name, help_text, "histogram")
     for labels, report in reports:
-        raw = report[path]
-        for bound, cumulative in _cumulative(raw):
-            shown = bound if isinstance(bound, str) else repr(float(bound))
-            family.add({**labels, "le": shown}, cumulative, "_bucket")
+        histogram = report[path]
+        for bound, cumulative in _cumulative_buckets(histogram):
+            bound_text = bound if isinstance(bound, str) else repr(float(bound))
+            family.add({**labels, "le": bound_text}, cumulative, "_bucket")
         family.add(labels, cumulative, "_count")
-        family.add(labels, raw["sum"], "_sum")
+        family.add(labels, histogram["sum"], "_sum")
     return family
 
 
-def _cumulative(raw: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
-    """Return pairs of upper bound (the last is "+Inf") and cumulative count."""
-    return zip([*raw["buckets"], "+Inf"], accumulate(raw["counts"]), strict=True)
+def _cumulative_buckets(histogram: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
+    """Yield the upper bound (the last one is "+Inf") and the cumulative count of each bucket."""
+    return zip([*histogram["buckets"], "+Inf"], accumulate(histogram["counts"]), strict=True)
 
 
-def _padding(reports: Reports) -> Iterator[ExpositionFamily]:
+def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield two counters for each padded input; their ratio is the share of padding."""
-    for at, (name, text) in enumerate(_PADDING):
-        family = ExpositionFamily(f"{name}_total", text, "counter")
+    for index, (name, help_text) in enumerate(_PADDING_COUNTERS):
+        family = ExpositionFamily(f"{name}_total", help_text, "counter")
         for labels, report in reports:
             for tensor, counts in report["padding"].items():
-                family.add({**labels, "input": tensor}, counts[at])
+                family.add({**labels, "input": tensor}, counts[index])
         yield family
 
 
-_GENERATIVE = _families(
+_GENERATIVE_FAMILIES = _report_families(
     "shmserve_llm_",
     ("counter", "requests", "", "Requests by finish reason", "outcome"),
     ("gauge", "requests_queued", "queued", "Sequences waiting for their first step"),
@@ -337,22 +348,22 @@ _GENERATIVE_HISTOGRAMS = (
 )
 
 
-def generative(reports: Reports) -> Iterator[ExpositionFamily]:
+def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
     generative_reports = [
-        (labels, {**report, **_derived(report)})
+        (labels, {**report, **_derive_values(report)})
         for labels, report in reports
         if "generated" in report
     ]
     if not generative_reports:
         return
-    for family in _GENERATIVE:
-        yield family.metric(generative_reports)
+    for family in _GENERATIVE_FAMILIES:
+        yield family.to_exposition(generative_reports)
     for name, path, text in _GENERATIVE_HISTOGRAMS:
-        yield histogram(f"shmserve_llm_{name}", path, text, generative_reports)
+        yield histogram_family(f"shmserve_llm_{name}", path, text, generative_reports)
 
 
-def _derived(report: dict[str, Any]) -> dict[str, Any]:
+def _derive_values(report: dict[str, Any]) -> dict[str, Any]:
     gauges: dict[str, Any] = report["generation"]
     drafted, rows = report["drafted"], report["speculative_steps"]
     return {
@@ -372,46 +383,48 @@ class MetricsExporter:
         self._gateway = gateway
         self._cpu = CpuUtilization()
 
-    async def page(self) -> bytes:
+    async def render_page(self) -> bytes:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
-        reports = await management.collect(gateway, gateway.models.all_versions())
-        families = list(self._families(reports))
+        reports = await management.collect_reports(gateway, gateway.models.all_versions())
+        families = list(self._all_families(reports))
         server_names = {family.name for family in families}
-        return (_text(families) + _model_families(reports, server_names)).encode()
+        return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
-    def _families(self, reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
+    def _all_families(self, reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
         """Yield all families of the server."""
         settings, models = self._gateway.settings, self._gateway.models
-        plain: Reports = []
-        tagged: Reports = []
+        plain_reports: Reports = []
+        tagged_reports: Reports = []
         for report in reports:
             labels = {"model": str(report["name"]), "version": str(report["version"])}
             model = models.find(labels["model"], labels["version"])
-            plain.append((labels, report["shmserve"]))
-            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
-        yield from triton_families(tagged, latencies=settings.counter_latencies)
+            plain_reports.append((labels, report["shmserve"]))
+            tagged_reports.append(
+                (labels if model is None else labels | model.tags, report["shmserve"])
+            )
+        yield from triton_families(tagged_reports, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
-            yield from first_responses(tagged)
+            yield from first_response_families(tagged_reports)
         if settings.summary_latencies:
-            yield from summaries(tagged)
-        yield from self._loads()
-        yield from own_families(plain)
-        yield from generative(plain)
-        yield from self._regions()
-        yield from self._host()
-        yield from _processes()
+            yield from summary_families(tagged_reports)
+        yield from self._load_families()
+        yield from own_families(plain_reports)
+        yield from generative_families(plain_reports)
+        yield from self._region_families()
+        yield from self._host_families()
+        yield from _process_families()
 
-    def _loads(self) -> Iterator[ExpositionFamily]:
+    def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
-        yield _family(
+        yield _create_family(
             *("gauge", "nv_model_load_duration_secs", "Model load time in seconds"),
             *(
-                ({"model": each.name, "version": each.version, **each.tags}, each.load_seconds)
-                for each in models
+                ({"model": model.name, "version": model.version, **model.tags}, model.load_seconds)
+                for model in models
             ),
         )
-        yield _family(
+        yield _create_family(
             *(
                 "gauge",
                 "shmserve_model_failed",
@@ -419,17 +432,17 @@ class MetricsExporter:
             ),
             *(({"model": name, "version": version}, 1) for name, version in failures.models),
         )
-        yield _family(
+        yield _create_family(
             *("gauge", "shmserve_models", "Model versions by state"),
             ({"state": "failed"}, len(failures.models)),
             ({"state": "ready"}, sum(model.ready for model in models)),
         )
         name = "shmserve_load_failures_total"
-        yield _family("counter", name, "Loads that failed", ({}, failures.count))
+        yield _create_family("counter", name, "Loads that failed", ({}, failures.count))
 
-    def _regions(self) -> Iterator[ExpositionFamily]:
+    def _region_families(self) -> Iterator[ExpositionFamily]:
         table = self._gateway.regions
-        for kind, regions, text in (
+        for kind, regions, help_text in (
             ("", table.named_regions(), "registered regions of shared memory"),
             (
                 *("unnamed_", table.unnamed_regions()),
@@ -437,43 +450,51 @@ class MetricsExporter:
             ),
         ):
             sizes = [region.byte_size for region in regions]
-            yield _gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
-            yield _gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
+            yield _create_gauge(f"shmserve_shm_{kind}regions", f"Number of {help_text}", len(sizes))
+            yield _create_gauge(
+                f"shmserve_shm_{kind}region_bytes", f"Bytes of {help_text}", sum(sizes)
+            )
 
-    def _host(self) -> Iterator[ExpositionFamily]:
+    def _host_families(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
-        yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read())
-        yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
-        yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+        yield _create_gauge(
+            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read()
+        )
+        yield _create_gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
+        yield _create_gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
         # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
         for part in ("total", "used"):
-            text = f"Pinned memory pool {part} memory size, in bytes"
-            yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
+            help_text = f"Pinned memory pool {part} memory size, in bytes"
+            yield _create_gauge(f"nv_pinned_memory_pool_{part}_bytes", help_text, 0)
 
 
-def _text(families: Iterable[ExpositionFamily]) -> str:
+def _exposition_text(families: Iterable[ExpositionFamily]) -> str:
     # As in Triton, families without samples are omitted.
-    shown = (family for family in families if family.samples)
-    return "".join(f"{line}\n" for family in shown for line in family.lines())
+    shown_families = (family for family in families if family.samples)
+    return "".join(f"{line}\n" for family in shown_families for line in family.lines())
 
 
-def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:
-    return label[0] in _OF_A_DISTRIBUTION, label[0]
+def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
+    return label[0] in _TRAILING_LABELS, label[0]
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
-    families = model_metrics.added(parts)
-    free = {name: family for name, family in families.items() if name not in server_names}
-    if len(free) < len(families):
+    report_families = [
+        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
+    ]
+    families = model_metrics.added(report_families)
+    unique_families = {
+        name: family for name, family in families.items() if name not in server_names
+    }
+    if len(unique_families) < len(families):
         logger.warning(
             "metrics of models that have the names of the server's metrics are not shown: %s",
-            ", ".join(sorted(families.keys() - free.keys())),
+            ", ".join(sorted(families.keys() - unique_families.keys())),
         )
-    return model_metrics.exposition(free)
+    return model_metrics.exposition(unique_families)
 
 
-_OF_PROCESSES = (
+_PROCESS_FAMILIES = (
     # each row: kind, name, help text, and the attribute of a process
     ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
     ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
@@ -481,21 +502,24 @@ _OF_PROCESSES = (
 )
 
 
-def _processes() -> Iterator[ExpositionFamily]:
-    running = list(processes(os.getppid()))
-    for kind, name, text, attribute in _OF_PROCESSES:
-        samples = (({"process": each.title}, getattr(each, attribute)) for each in running)
-        yield _family(kind, name, text, *samples)
+def _process_families() -> Iterator[ExpositionFamily]:
+    running_processes = list(processes(os.getppid()))
+    for kind, name, text, attribute in _PROCESS_FAMILIES:
+        samples = (
+            ({"process": process.title}, getattr(process, attribute))
+            for process in running_processes
+        )
+        yield _create_family(kind, name, text, *samples)
 
 
-def _gauge(name: str, text: str, value: float) -> ExpositionFamily:
-    return _family("gauge", name, text, ({}, value))
+def _create_gauge(name: str, help_text: str, value: float) -> ExpositionFamily:
+    return _create_family("gauge", name, help_text, ({}, value))
 
 
-def _family(
-    kind: str, name: str, text: str, *samples: tuple[dict[str, str], float]
+def _create_family(
+    kind: str, name: str, help_text: str, *samples: tuple[dict[str, str], float]
 ) -> ExpositionFamily:
-    family = ExpositionFamily(name, text, kind)
+    family = ExpositionFamily(name, help_text, kind)
     for labels, value in samples:
         family.add(labels, value)
     return family

@@ -30,21 +30,23 @@ from shmserve.ipc.messages.control_requests import (
 )
 from shmserve.ipc.tensors.descriptors import LARGEST, CudaHandle, whole
 
-_LONGEST_NAME = 255
-_NO_NAME = f"a shared memory region's name must have 1 to {_LONGEST_NAME} printable characters"
+_MAX_NAME_LENGTH = 255
+_INVALID_NAME = (
+    f"a shared memory region's name must have 1 to {_MAX_NAME_LENGTH} printable characters"
+)
 
 
-def check_name(name: str) -> None:
+def check_region_name(name: str) -> None:
     """Raise InvalidArgument if a region cannot have this name."""
-    if not _can_be_name(name):
-        raise InvalidArgument(_NO_NAME)
+    if not _is_valid_name(name):
+        raise InvalidArgument(_INVALID_NAME)
 
 
-def _can_be_name(name: str) -> bool:
-    return 0 < len(name) <= _LONGEST_NAME and name.isprintable()
+def _is_valid_name(name: str) -> bool:
+    return 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable()
 
 
-def register(
+def register_system(
     gateway: Gateway,
     peer: Peer,
     name: str,
@@ -52,8 +54,8 @@ def register(
     offset: int,
     byte_size: int,
     *,
-    leased: bool = False,
-    pin: bool = False,
+    is_leased: bool = False,
+    pin_pages: bool = False,
 ) -> Awaitable[dict[str, Any]]:
     """Register a POSIX shared memory object of `peer`; raise the reason if it is rejected.
 
@@ -64,16 +66,26 @@ def register(
         key: The object's name.
         offset: The region's offset in the object.
         byte_size: The region's size.
-        leased: Whether the region ends with the client's connection; see `lease`.
-        pin: Whether workers on CUDA devices pin the pages.
+        is_leased: Whether the region ends with the client's connection; see `lease`.
+        pin_pages: Whether workers on CUDA devices pin the pages.
     """
     return gateway.supervisor.send_request(
-        *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups), leased, pin)
+        *(
+            RegisterRegion,
+            name,
+            key,
+            offset,
+            byte_size,
+            peer.uid,
+            list(peer.groups),
+            is_leased,
+            pin_pages,
+        )
     )
 
 
-async def lease(
-    gateway: Gateway, client: ClientIdentity, registered: Awaitable[dict[str, Any]]
+async def await_leased_registration(
+    gateway: Gateway, client: ClientIdentity, registration: Awaitable[dict[str, Any]]
 ) -> None:
     """Wait for the registration of a region that ends with the client's connection.
 
@@ -83,15 +95,15 @@ async def lease(
 
     def on_registered(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
-            abandoned = RegionAbandoned(task.result()["memory_id"])
-            client.call_on_disconnect(partial(gateway.supervisor.post, abandoned))
+            abandonment = RegionAbandoned(task.result()["memory_id"])
+            client.call_on_disconnect(partial(gateway.supervisor.post, abandonment))
 
-    task = asyncio.ensure_future(registered)
+    task = asyncio.ensure_future(registration)
     task.add_done_callback(on_registered)
     await asyncio.shield(task)
 
 
-def visible(
+def visible_regions(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> list[GatewayRegion]:
     """Return the regions of a kind that the client's user may see: all, or the one with a `name`.
@@ -103,7 +115,7 @@ def visible(
     return gateway.regions.visible_regions(name, peer, cuda=cuda)
 
 
-async def unregister(
+async def unregister_regions(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> None:
     """Unregister regions of the client's user: all of a kind, or the one with a `name`.
@@ -114,32 +126,32 @@ async def unregister(
     await gateway.supervisor.send_request(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
 
 
-_NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
+_INVALID_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 
 
-def decode_handle(text: str) -> bytes:
+def decode_handle(encoded: str) -> bytes:
     """Decode a handle from base64; raise InvalidArgument unless it has exactly 64 bytes."""
     try:
-        raw = base64.b64decode(text, validate=True)
+        handle = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidArgument(_NO_HANDLE) from None
-    if len(raw) != HANDLE_SIZE:
-        raise InvalidArgument(_NO_HANDLE)
-    return raw
+        raise InvalidArgument(_INVALID_HANDLE) from None
+    if len(handle) != HANDLE_SIZE:
+        raise InvalidArgument(_INVALID_HANDLE)
+    return handle
 
 
-def decode_uuid(text: str) -> bytes:
+def decode_uuid(uuid: str) -> bytes:
     """Return the 16 bytes of a device's UUID in nvidia-smi's or torch's notation.
 
     Raises:
         InvalidArgument: The text is not a UUID.
     """
-    match = _UUID.fullmatch(text)
+    match = _UUID.fullmatch(uuid)
     if match is None:
         raise InvalidArgument(
             f"'device_uuid' must be a UUID such as GPU-00000000-0000-0000-0000-000000000000, got "
-            f"'{text[:64]}'"
+            f"'{uuid[:64]}'"
         )
     return bytes.fromhex(match[1].replace("-", ""))
 
@@ -172,8 +184,8 @@ async def register_cuda(
         AlreadyExists: The name is in use.
         Unavailable: The server cannot open handles.
     """
-    if not _can_be_name(name):
-        raise InvalidArgument(f"{CUDA_INVALID} ({_NO_NAME})")
+    if not _is_valid_name(name):
+        raise InvalidArgument(f"{CUDA_INVALID} ({_INVALID_NAME})")
     devices = gateway.settings.cuda_devices
     if not devices:
         raise cuda_not_supported(name)

@@ -48,44 +48,48 @@ class GrpcFrontend(process.Frontend):
         self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]
     ) -> None:
         super().__init__()
-        shared = gateway.settings
+        gateway_settings = gateway.settings
         self._gateway = gateway
         self._sockets = sockets
         self._inferences = Inferences(gateway)
         self._service = Service(gateway, self._inferences)
-        level = settings.compression_level
+        compression_level = settings.compression_level
         self._front = GrpcFront(
             settings=settings,
-            begin=self._service.begin,
+            create_call=self._service.begin_call,
             budget=gateway.body_budget,
-            header_timeout_s=shared.header_timeout_s,
-            body_timeout_s=shared.body_timeout_s,
-            largest_inflated=shared.max_input_size,
+            header_timeout_s=gateway_settings.header_timeout_s,
+            body_timeout_s=gateway_settings.body_timeout_s,
+            largest_inflated=gateway_settings.max_input_size,
             tls=None if settings.tls is None else settings.tls.context(),
-            deflater=Deflater(level) if level else None,
+            deflater=Deflater(compression_level) if compression_level else None,
         )
 
     async def open(self) -> None:
         """Create the servers."""
-        shared = self._gateway.settings
-        restrictions = decode_restrictions(shared.grpc_restricted)
-        rules = Authorisation(shared.tokens, restrictions, "protocol")
-        most = min(shared.max_connections, fd_limits.for_connections(len(self._sockets)))
+        gateway_settings = self._gateway.settings
+        restrictions = decode_restrictions(gateway_settings.grpc_restricted)
+        rules = Authorisation(gateway_settings.tokens, restrictions, "protocol")
+        max_connections = min(
+            gateway_settings.max_connections, fd_limits.for_connections(len(self._sockets))
+        )
         for sock in self._sockets:
-            listener = ListenerRules(listener_kind(sock), rules, shared.allow_client_shm)
+            listener = ListenerRules(listener_kind(sock), rules, gateway_settings.allow_client_shm)
             self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
-            await self.listen(sock, Acceptor(partial(GrpcConnection, front=front), listener, most))
+            await self.listen(
+                sock, Acceptor(partial(GrpcConnection, front=front), listener, max_connections)
+            )
 
     def health_changed(self) -> None:
         """Notify the Watch calls."""
         self._service.health_changed()
 
-    def call_when_idle(self, drained: Callable[[], None]) -> None:
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         # Requests in streams count; a stream without requests, or a Watch, does not.
         listeners = ActiveCount()
         listeners.active = len(self._acceptors)
         for acceptor in self._acceptors:
             acceptor.drain(listeners.decrement)
-        listeners.call_when_idle(partial(self._inferences.call_when_idle, drained))
+        listeners.call_when_idle(partial(self._inferences.call_when_idle, on_idle))

@@ -1,6 +1,6 @@
-"""The table of RPCs and their dispatch: look up, authorise, handle; errors become a status.
+"""The table of RPCs, and the dispatcher that looks up, authorises and handles each call.
 
-A ModelInfer is handled without a task.
+Errors become the status of the call. A call of ModelInfer is handled without a task.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.admin import AdminCall, reflect, serving
+from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.calls.call import (
     Carrier,
     GrpcCall,
@@ -27,12 +27,12 @@ from shmserve.gateway.grpc.calls.call import (
     UnaryHandler,
 )
 from shmserve.gateway.grpc.calls.headers import (
-    INTERNAL,
-    MISSING,
+    INTERNAL_FAILURE,
+    MISSING_REQUEST,
     UNKNOWN_METHOD,
     CallHead,
     Ending,
-    ending_of,
+    ending_from_error,
 )
 from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
@@ -81,12 +81,12 @@ _ADMIN_RPCS: tuple[tuple[str, type[Message], Handler], ...] = (
     ("logging", pb.LogSettingsRequest, AdminCall.log_settings),
 )
 
-_TRITON = "/inference.GRPCInferenceService/"
-_HEALTH = "/grpc.health.v1.Health/"
-MODEL_INFER = _TRITON + "ModelInfer"
-MODEL_STREAM_INFER = _TRITON + "ModelStreamInfer"
-HEALTH_WATCH = _HEALTH + "Watch"
-REFLECTIONS = tuple(
+_TRITON_SERVICE = "/inference.GRPCInferenceService/"
+_HEALTH_SERVICE = "/grpc.health.v1.Health/"
+MODEL_INFER = _TRITON_SERVICE + "ModelInfer"
+MODEL_STREAM_INFER = _TRITON_SERVICE + "ModelStreamInfer"
+HEALTH_WATCH = _HEALTH_SERVICE + "Watch"
+REFLECTION_METHODS = tuple(
     f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
     for version in ("v1", "v1alpha")
 )
@@ -95,15 +95,15 @@ RPCS: dict[str, Rpc] = {
     MODEL_INFER: Rpc("inference"),
     MODEL_STREAM_INFER: Rpc("inference"),
     HEALTH_WATCH: Rpc("health"),
-    **dict.fromkeys(REFLECTIONS, Rpc("metadata")),
-    _HEALTH + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
+    **dict.fromkeys(REFLECTION_METHODS, Rpc("metadata")),
+    _HEALTH_SERVICE + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
     **{
-        _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
+        _TRITON_SERVICE + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
         for scope, request, handler in _ADMIN_RPCS
     },
 }
 
-Begin = Callable[[Carrier, Stream, CallHead], GrpcCall]
+CallFactory = Callable[[Carrier, Stream, CallHead], GrpcCall]
 
 
 class Service:
@@ -115,85 +115,87 @@ class Service:
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._gateway = gateway
         self._health_changed = asyncio.Event()
-        self._handling: set[asyncio.Task[None]] = set()
-        self._begins: dict[str, Begin] = {
-            path: _unary(self._task_handler(path, rpc))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._factories: dict[str, CallFactory] = {
+            path: _unary_factory(self._create_task_handler(path, rpc))
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._begins[MODEL_INFER] = _unary(inferences.infer, inferences.sink)
-        stream = partial(_stream_infer, inferences)
-        self._begins[MODEL_STREAM_INFER] = _stream(stream, sinks=inferences.sink)
-        self._begins[HEALTH_WATCH] = _stream(self._watch, first_in_time=True)
-        for path in REFLECTIONS:
-            self._begins[path] = _stream(reflect)
+        self._factories[MODEL_INFER] = _unary_factory(inferences.infer, inferences.create_sink)
+        stream = partial(_run_stream_infer, inferences)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=inferences.create_sink)
+        self._factories[HEALTH_WATCH] = _stream_factory(
+            self._watch_health, limits_first_message=True
+        )
+        for path in REFLECTION_METHODS:
+            self._factories[path] = _stream_factory(reflect)
 
-    def begin(self, connection: Carrier, stream: Stream, head: CallHead) -> GrpcCall:
+    def begin_call(self, connection: Carrier, stream: Stream, head: CallHead) -> GrpcCall:
         """Begin a call, and return it.
 
         A refused call has ended already: its messages, which can be large, are not received.
         """
-        begin = self._begins.get(head.path)
+        create_call = self._factories.get(head.path)
         ending = head.refusal
-        if ending is None and begin is None:
+        if ending is None and create_call is None:
             ending = UNKNOWN_METHOD
-        elif ending is None and connection.guarded:
-            error = _refusal(connection.client, RPCS[head.path].scope, head)
-            ending = None if error is None else ending_of(error)
-        if ending is not None or begin is None:
+        elif ending is None and connection.requires_authorisation:
+            error = _find_access_error(connection.client, RPCS[head.path].scope, head)
+            ending = None if error is None else ending_from_error(error)
+        if ending is not None or create_call is None:
             call = UnaryCall(connection, stream, head, _ignore_message)
             call.fail(*(ending or UNKNOWN_METHOD))
             return call
-        return begin(connection, stream, head)
+        return create_call(connection, stream, head)
 
     def health_changed(self) -> None:
         """Wake the Watch calls."""
         self._health_changed.set()
         self._health_changed = asyncio.Event()
 
-    def _task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
+    def _create_task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
         """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
 
-        async def respond(raw: bytes, call: UnaryCall) -> None:
+        async def respond(encoded_request: bytes, call: UnaryCall) -> None:
             try:
                 try:
-                    request = parse(raw)
+                    request = parse(encoded_request)
                 except DecodeError:
                     raise InvalidArgument("malformed request") from None
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
             except ShmserveError as error:
-                call.fail(*ending_of(error))
+                call.fail(*ending_from_error(error))
             except Exception:
                 logger.exception("%s failed", path)
-                call.fail(*INTERNAL)
+                call.fail(*INTERNAL_FAILURE)
 
-        def begin(raw: bytes, call: UnaryCall) -> None:
-            task = asyncio.ensure_future(respond(raw, call))
-            self._handling.add(task)
-            task.add_done_callback(self._handling.discard)
+        def start_task(encoded_request: bytes, call: UnaryCall) -> None:
+            task = asyncio.ensure_future(respond(encoded_request, call))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             call.on_disconnect = task.cancel
 
-        return begin
+        return start_task
 
-    async def _watch(self, call: StreamingCall) -> Ending | None:
-        async for _ in call.requests():
+    async def _watch_health(self, call: StreamingCall) -> Ending | None:
+        async for _ in call.read_messages():
             break
         else:
-            return MISSING
-        sent = None
+            return MISSING_REQUEST
+        sent_status = None
         while True:
-            changed = self._health_changed
-            status = serving(self._gateway)
-            if status != sent:
-                sent = status
+            health_event = self._health_changed
+            status = serving_status(self._gateway)
+            if status != sent_status:
+                sent_status = status
                 await call.write_all([status.SerializeToString()])
-            await changed.wait()
+            await health_event.wait()
 
 
-def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
+def _find_access_error(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
     """Return the error if a client may not use the API of this scope."""
     rules = client.listener.authorisation
     metadata = {key: value for key, value in head.metadata if type(value) is str}
@@ -206,28 +208,34 @@ def _ignore_message(_: bytes, call: UnaryCall) -> None:
     """Ignore the message of a call that has ended."""
 
 
-def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
+def _unary_factory(on_message: UnaryHandler, sinks: Sinks | None = None) -> CallFactory:
     return partial(UnaryCall, on_message=on_message, sinks=sinks)
 
 
-def _stream(
-    handler: StreamHandler, *, first_in_time: bool = False, sinks: Sinks | None = None
-) -> Begin:
-    """Return the factory of streaming calls; `first_in_time` limits the wait for a message."""
+def _stream_factory(
+    handler: StreamHandler, *, limits_first_message: bool = False, sinks: Sinks | None = None
+) -> CallFactory:
+    """Return the factory of streaming calls.
 
-    def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
+    Args:
+        handler: The handler of the call's messages.
+        limits_first_message: Whether the first message has a time limit.
+        sinks: The factory of the sinks that receive large messages.
+    """
+
+    def create_call(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
         call = StreamingCall(connection, stream, head, sinks)
-        if first_in_time:
+        if limits_first_message:
             call.await_message()
         call.run(handler)
         return call
 
-    return begin
+    return create_call
 
 
-async def _stream_infer(inferences: Inferences, call: StreamingCall) -> Ending | None:
+async def _run_stream_infer(inferences: Inferences, call: StreamingCall) -> Ending | None:
     try:
         await stream_infer(inferences, call, inferences.gateway.settings.body_timeout_s)
     except ShmserveError as error:
-        return ending_of(error)
+        return ending_from_error(error)
     return None

@@ -54,12 +54,12 @@ from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import (
     ArrivingTensors,
     BuiltRequest,
-    build,
+    build_request,
     build_with_template,
     raw_request,
-    receive,
+    reserve_tensors,
 )
-from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
+from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
@@ -284,7 +284,7 @@ class Body:
         piece = start
         while True:
             tensors.feed_all(memoryview(piece))
-            if tensors.complete:
+            if tensors.is_complete:
                 return True
             piece = await self.next()
             if not piece:
@@ -300,7 +300,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     """
     headers = request.headers
     pattern = gateway.settings.http_header_forward_pattern
-    forwarded = forwarded_headers(pattern, headers.items()) if pattern else _NO_HEADERS
+    forwarded = select_forwarded_headers(pattern, headers.items()) if pattern else _NO_HEADERS
     header_length = headers.get(HEADER_LENGTH)
     content = request.content
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
@@ -328,11 +328,11 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         raise
     infer_request.parameters |= forwarded
     if forwarded or not worth_preparing(model.templates, fingerprint):
-        return build(gateway, model, infer_request, body, size)
-    built, template = build_with_template(gateway, model, infer_request, body, size)
+        return build_request(gateway, model, infer_request, body, size)
+    built_request, template = build_with_template(gateway, model, infer_request, body, size)
     if template is not None:
         store_template(model.templates, fingerprint, infer_request, template)
-    return built
+    return built_request
 
 
 async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
@@ -367,7 +367,7 @@ def _raw(
         raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
     infer_request, body = raw_request(model.signature, body)
     infer_request.parameters |= forwarded
-    return build(gateway, model, infer_request, body)
+    return build_request(gateway, model, infer_request, body)
 
 
 async def _read(
@@ -416,18 +416,18 @@ async def _receive(
         raise InvalidArgument(_CUT_SHORT)
     infer_request = await _parse(start[:size], body.declared - size, model, limit)
     infer_request.parameters |= forwarded
-    arriving = receive(gateway, model, infer_request, body.declared)
+    arriving = reserve_tensors(gateway, model, infer_request, body.declared)
     try:
-        if arriving.built.regions:
+        if arriving.built_request.regions:
             # A client must not hold regions of another user while its body arrives.
-            authorise(arriving.built.regions, request.connection.client.peer())
+            authorise(arriving.built_request.regions, request.connection.client.peer())
         with body.arrival.registered_block(arriving.release):
             if not await body.read_tensors(arriving, start[size:]):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:
         arriving.release()
         raise
-    return arriving.built
+    return arriving.built_request
 
 
 def header_size(header_length: str | None, body_size: int) -> int:

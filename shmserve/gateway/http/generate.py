@@ -32,16 +32,16 @@ from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads, un
 from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
-    JSON,
+    JSON_HEADER,
     SERVER_SENT_EVENTS,
     HttpRequest,
     HttpResponse,
-    error_json,
+    encode_error_json,
 )
 from shmserve.gateway.http.openai.bodies import check_prompts, generates
-from shmserve.gateway.inference.inference import error_of, output_bytes, reload
-from shmserve.gateway.inference.prepare import build
-from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
+from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
+from shmserve.gateway.inference.prepare import build_request
+from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -73,8 +73,8 @@ async def generate(
                 break
     finally:
         responses.close()
-    body = texts[0] if len(texts) == 1 else error_json(_NOT_ONE_RESPONSE)
-    return HttpResponse(status, (body,), JSON)
+    body = texts[0] if len(texts) == 1 else encode_error_json(_NOT_ONE_RESPONSE)
+    return HttpResponse(status, (body,), JSON_HEADER)
 
 
 async def generate_stream(
@@ -113,9 +113,9 @@ async def _begin(
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE.format(name=fault.name)) from None
         raise
-    built = build(gateway, model, infer_request)
-    await reload(gateway, built)
-    return _Generation(gateway, model, ResponseQueue(gateway, request, built, arrived_ns))
+    built_request = build_request(gateway, model, infer_request)
+    await reload_model(gateway, built_request)
+    return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class _Generation:
         Raises:
             QueueFull: The request was refused before it reached the model.
         """
-        error = error_of(await self.responses.begun())
+        error = find_error(await self.responses.begun())
         if isinstance(error, QueueFull):
             self.responses.close()
             raise error
@@ -147,7 +147,7 @@ class _Generation:
                 return None, None
             return await self._text(inferred), inferred
         except ShmserveError as error:
-            return error_json(error.message), inferred
+            return encode_error_json(error.message), inferred
 
     async def _text(self, inferred: Inferred) -> bytes:
         outputs = []
@@ -158,7 +158,7 @@ class _Generation:
             )
             outputs.append((tensor, text))
         model = self._model
-        infer_request = self.responses.request.built.infer_request
+        infer_request = self.responses.request.built_request.infer_request
         return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)
 
 
@@ -196,7 +196,7 @@ def _take_members(
     *,
     nested: bool,
 ) -> None:
-    check_number(members, "parameters")
+    check_member_count(members, "parameters")
     for key, value in members.items():
         if key == _NESTED and not nested:
             if key in inputs:

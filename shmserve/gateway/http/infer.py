@@ -34,29 +34,29 @@ from shmserve.gateway.http.messages import (
     ACCEPT_ENCODING,
     CONTENT_ENCODING,
     HEADER_LENGTH,
-    JSON,
+    JSON_HEADER,
     REQUEST_TIMEOUT_MS,
     TRACEPARENT,
-    Answer,
     ChunkedResponse,
     Framing,
     HttpRequest,
     HttpResponse,
-    accepted,
-    time_limit,
-    traced,
+    WriteResponse,
+    find_accepted_framing,
+    read_time_limit,
+    traceparent_header,
 )
 from shmserve.gateway.inference.inference import (
-    Message,
+    StreamedResponse,
     StreamingInference,
     UnaryInference,
-    classified_as_requested,
-    error_of,
-    fail,
-    is_last,
+    classify_outputs,
+    find_error,
+    is_last_response,
     log_failure,
     output_bytes,
-    reload,
+    record_failure,
+    reload_model,
     submit,
 )
 from shmserve.gateway.inference.prepare import BuiltRequest
@@ -77,22 +77,24 @@ async def infer(
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
     headers = request.headers
-    limit = time_limit(headers)
+    limit = read_time_limit(headers)
     model = gateway.models.find(name, version or "")
     if model is None:
         model = await _loaded(gateway, request, name, version or "")
-    framing = accepted(headers[ACCEPT]) if ACCEPT in headers else None
+    framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED)
-    built = await read_request(gateway, model, request)
+    built_request = await read_request(gateway, model, request)
     if framing is not None:
-        await reload(gateway, built)
-        return await _stream(gateway, ResponseQueue(gateway, request, built, arrived_ns), framing)
+        await reload_model(gateway, built_request)
+        return await _stream(
+            gateway, ResponseQueue(gateway, request, built_request, arrived_ns), framing
+        )
     try:
-        await reload(gateway, built)
+        await reload_model(gateway, built_request)
         inference = submit(
             gateway,
-            built,
+            built_request,
             request.connection.client,
             arrived_ns,
             *(HttpInference, HttpInference.on_arrival, ACCEPT_ENCODING not in headers),
@@ -101,17 +103,17 @@ async def infer(
             traceparent=headers.get(TRACEPARENT, ""),
         )
     except ShmserveError as error:
-        fail(built, error)
+        record_failure(built_request, error)
         raise
     request.repeat = None
-    if built.responses is not None and _is_plain(request):
+    if built_request.responses is not None and _is_plain(request):
         head = (gateway.models.revision, headers.get(HEADER_LENGTH))
         request.repeat = partial(_repeat, gateway, request, model, *head)
     return await inference.response()
 
 
 async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
-    limit_us = time_limit(request.headers)[0]
+    limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
         limit_us = await body_limit_us(gateway, request)
     return await resolve_model(gateway, name, version, limit_us)
@@ -136,7 +138,7 @@ def _repeat(
     revision: int,
     header_length: str | None,
     body: bytes,
-    write_response: Answer,
+    write_response: WriteResponse,
 ) -> HttpInference | None:
     """Begin an inference with the head of an earlier one, without a task.
 
@@ -152,11 +154,13 @@ def _repeat(
         size = whole_size if header_length is None else header_size(header_length, whole_size)
         if size > gateway.settings.max_input_size:
             return None
-        built = repeat(model.templates, Fingerprint(body[:size], whole_size - size), body, size)
-        if built is None:
+        built_request = repeat(
+            model.templates, Fingerprint(body[:size], whole_size - size), body, size
+        )
+        if built_request is None:
             return None
         return submit(
-            *(gateway, built, request.connection.client, arrived_ns, HttpInference),
+            *(gateway, built_request, request.connection.client, arrived_ns, HttpInference),
             *(HttpInference.on_arrival, True, gateway, request, write_response),
         )
     except Exception:
@@ -173,7 +177,7 @@ class HttpInference(UnaryInference):
 
     gateway: Gateway
     request: HttpRequest
-    write_response: Answer | None = None
+    write_response: WriteResponse | None = None
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     def on_arrival(self) -> None:
@@ -183,7 +187,7 @@ class HttpInference(UnaryInference):
             settle(self._waiter, None)
         elif (
             self.encoded is None
-            or self.built.trace is not None
+            or self.built_request.trace is not None
             or self.gateway.draining
             or logger.isEnabledFor(logging.DEBUG)  # only the task logs the duration
         ):
@@ -197,7 +201,7 @@ class HttpInference(UnaryInference):
 
     async def response(self) -> HttpResponse:
         """Return the response; raise the error of a failed inference."""
-        built = self.built
+        built_request = self.built_request
         if self.message is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -208,33 +212,33 @@ class HttpInference(UnaryInference):
         try:
             response = await self._response(self.take())
         except ShmserveError as error:
-            fail(built, error)
+            record_failure(built_request, error)
             raise
-        if built.trace is not None:
-            built.trace.finish()
+        if built_request.trace is not None:
+            built_request.trace.finish()
         if logger.isEnabledFor(logging.DEBUG):
             passed_us = (time.monotonic_ns() - self.submit.arrived_ns) // 1000
-            extra = {"request_id": built.infer_request.id}
-            args = (built.model.name, passed_us)
+            extra = {"request_id": built_request.infer_request.id}
+            args = (built_request.model.name, passed_us)
             logger.debug("inference of model '%s' took %d us", *args, extra=extra)
         return response
 
     async def _response(self, message: m.Finished | m.Responded) -> HttpResponse:
         if self.encoded is not None:
             return _assemble(*self.encoded)
-        built, gateway = self.built, self.gateway
-        infer_request, model = built.infer_request, built.model
+        built_request, gateway = self.built_request, self.gateway
+        infer_request, model = built_request.infer_request, built_request.model
         inferred = self.outputs(message)
         uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
-            shown = classified_as_requested(gateway, model, infer_request, inferred)
+            shown = classify_outputs(gateway, model, infer_request, inferred)
             template = None
-            if built.responses is not None:
-                template = built.responses.find(message.schema)
+            if built_request.responses is not None:
+                template = built_request.responses.find(message.schema)
             if template is None:
                 template = JsonResponseTemplate(infer_request, model.name, model.version, shown)
-                if built.responses is not None and shown is inferred:
-                    built.responses.store(message.schema, template)
+                if built_request.responses is not None and shown is inferred:
+                    built_request.responses.store(message.schema, template)
             response = await _encode(gateway, self.request, infer_request.id, template, shown)
         except BaseException:
             if uses_worker_memory:
@@ -285,7 +289,7 @@ def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse
 
 
 def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
-    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON
+    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON_HEADER
 
 
 # --- clients that accept a stream
@@ -298,10 +302,10 @@ async def _stream(gateway: Gateway, responses: ResponseQueue, framing: Framing) 
         ShmserveError: The only response is an error.
     """
     first = await responses.begun()
-    error = error_of(first)
-    if error is not None and is_last(first):
+    error = find_error(first)
+    if error is not None and is_last_response(first):
         responses.close()
-        log_failure(responses.request.built, error)
+        log_failure(responses.request.built_request, error)
         raise error
     status = 200 if error is None else error.status
     events = _Events(gateway, responses, framing)
@@ -313,10 +317,10 @@ class _Events:
 
     def __init__(self, gateway: Gateway, responses: ResponseQueue, framing: Framing) -> None:
         self._gateway = gateway
-        self._model = responses.request.built.model
+        self._model = responses.request.built_request.model
         self._responses = responses
         self._framing = framing
-        infer_request = responses.request.built.infer_request
+        infer_request = responses.request.built_request.infer_request
         outputs = [replace(output, binary=False) for output in infer_request.outputs]
         self._infer_request = replace(infer_request, outputs=outputs, binary=False)
 
@@ -335,9 +339,9 @@ class _Events:
             return self._framing.error(error.message), inferred
         return self._framing.frame(json), inferred
 
-    async def _json(self, inferred: Inferred, message: Message) -> bytes:
+    async def _json(self, inferred: Inferred, message: StreamedResponse) -> bytes:
         gateway, model = self._gateway, self._model
-        shown = classified_as_requested(gateway, model, self._infer_request, inferred)
+        shown = classify_outputs(gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
         if shown is inferred and isinstance(message, m.Responded) and not message.final:
             self._responses.request.templates.store(message.schema, template)
@@ -370,38 +374,38 @@ class ResponseQueue:
         self,
         gateway: Gateway,
         request: HttpRequest,
-        built: BuiltRequest,
+        built_request: BuiltRequest,
         arrived_ns: int,
         response_event: asyncio.Event | None = None,
     ) -> None:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[StreamedResponse] = deque()
         self._response_event = response_event or asyncio.Event()
         client = request.connection.client
         headers = request.headers
         try:
-            limit = time_limit(headers)
+            limit = read_time_limit(headers)
         except BaseException:
-            built.release()
+            built_request.release()
             raise
         trace = headers.get(TRACEPARENT, "")
         self.request = submit(
-            *(gateway, built, client, arrived_ns, StreamingInference, self._responded),
+            *(gateway, built_request, client, arrived_ns, StreamingInference, self._responded),
             call_limit=limit,
             traceparent=trace,
         )
 
-    def _responded(self, _: StreamingInference, message: Message) -> None:
+    def _responded(self, _: StreamingInference, message: StreamedResponse) -> None:
         self._messages.append(message)
         self._response_event.set()
 
     @property
     def headers(self) -> bytes:
         """Return the headers of the response, which identify the trace also for later errors."""
-        trace = self.request.built.trace
-        return b"" if trace is None else traced(trace.context.traceparent)
+        trace = self.request.built_request.trace
+        return b"" if trace is None else traceparent_header(trace.context.traceparent)
 
     @property
-    def first(self) -> Message:
+    def first(self) -> StreamedResponse:
         """Return the first response in the queue."""
         return self._messages[0]
 
@@ -414,7 +418,7 @@ class ResponseQueue:
             self._response_event.clear()
             await self._response_event.wait()
 
-    async def begun(self) -> Message:
+    async def begun(self) -> StreamedResponse:
         """Wait for the first response, and return it; a cancellation cancels the request."""
         try:
             await self.wait()
@@ -431,7 +435,7 @@ class ResponseQueue:
         message = self._messages.popleft()
         self.request.release_outputs(inferred)
         self.request.credit(inferred)
-        return is_last(message)
+        return is_last_response(message)
 
     def close(self) -> None:
         """Cancel the request, and discard the responses in the queue."""

@@ -33,9 +33,14 @@ def run(data: bytes, *fds: int) -> None:
     start = decode_start(GatewayStart, data)
     process.prepare_process(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    front = partial(HttpFrontend, http=http, scrapes=scrapes, run_dir=start.run_dir)
-    uvloop.run(process.serve(start, front))
+    http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
+    create_frontend = partial(
+        HttpFrontend,
+        http_sockets=http_sockets,
+        metrics_sockets=metrics_sockets,
+        run_dir=start.run_dir,
+    )
+    uvloop.run(process.serve(start, create_frontend))
 
 
 class HttpFrontend(process.Frontend):
@@ -44,49 +49,54 @@ class HttpFrontend(process.Frontend):
     def __init__(
         self,
         gateway: Gateway,
-        http: Sequence[socket.socket],
-        scrapes: Sequence[socket.socket],
+        http_sockets: Sequence[socket.socket],
+        metrics_sockets: Sequence[socket.socket],
         run_dir: Path,
     ) -> None:
         super().__init__()
         self._gateway = gateway
-        self._live = LiveFigures(gateway, run_dir)
+        self._figures = LiveFigures(gateway, run_dir)
         origins = gateway.settings.cors_origins
         self._app = App(gateway, ROUTES, Cors(origins) if origins else None)
-        self._http = http
-        self._scrapes = scrapes
+        self._http_sockets = http_sockets
+        self._metrics_sockets = metrics_sockets
 
     async def open(self) -> None:
         """Create the servers. Metrics are served while models are loaded."""
         settings = self._gateway.settings
         restrictions = decode_restrictions(settings.http_restricted)
-        http = Authorisation(settings.tokens, restrictions)
-        scrapes = Authorisation(settings.tokens, {})
+        http_rules = Authorisation(settings.tokens, restrictions)
+        metrics_rules = Authorisation(settings.tokens, {})
         exporter = MetricsExporter(self._gateway)
-        metrics = App(self._gateway, metrics_routes(exporter, self._live))
-        for sock in self._scrapes:
-            await self._serve(sock, metrics, scrapes)
-        if self._scrapes:
-            self._live.begin()
+        metrics_app = App(self._gateway, metrics_routes(exporter, self._figures))
+        for sock in self._metrics_sockets:
+            await self._serve_socket(sock, metrics_app, metrics_rules)
+        if self._metrics_sockets:
+            self._figures.start_recording()
         await self.accept()
-        for sock in self._http:
-            await self._serve(sock, self._app, http)
+        for sock in self._http_sockets:
+            await self._serve_socket(sock, self._app, http_rules)
 
-    async def _serve(self, sock: socket.socket, app: App, rules: Authorisation) -> None:
+    async def _serve_socket(self, sock: socket.socket, app: App, rules: Authorisation) -> None:
         settings = self._gateway.settings
-        named = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
-        names = frozenset(map(str.lower, named))
+        host_names = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
+        names = frozenset(map(str.lower, host_names))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         self.listeners.append(listener)
-        spared = fd_limits.for_connections(len(self._http), len(self._scrapes))
-        if sock in self._scrapes:
-            spared = fd_limits.for_scrapes()
-        make = partial(HttpConnection, app=app, settings=settings)
-        await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
+        descriptor_limit = fd_limits.for_connections(
+            len(self._http_sockets), len(self._metrics_sockets)
+        )
+        if sock in self._metrics_sockets:
+            descriptor_limit = fd_limits.for_scrapes()
+        create_connection = partial(HttpConnection, app=app, settings=settings)
+        await self.listen(
+            sock,
+            Acceptor(create_connection, listener, min(settings.max_connections, descriptor_limit)),
+        )
 
     def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
-        self._live.end()
+        self._figures.end_streams()
         super().drain(on_notified, followed)
 
-    def call_when_idle(self, drained: Callable[[], None]) -> None:
-        self._app.call_when_idle(drained)
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
+        self._app.call_when_idle(on_idle)

@@ -56,8 +56,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-Message = m.Responded | m.Failed
-_MOST_TEMPLATES = 8  # maximum number of response templates of one stream
+StreamedResponse = m.Responded | m.Failed
+_MAX_TEMPLATES = 8  # maximum number of response templates of one stream
 
 R = TypeVar("R", bound=GatewayRequest)
 
@@ -84,23 +84,23 @@ class ActiveCount:
 
 def submit(
     gateway: Gateway,
-    built: BuiltRequest,
+    built_request: BuiltRequest,
     client: ClientIdentity,
     arrived_ns: int,
-    make: Callable[..., R],
-    *args: Any,
+    inference_class: Callable[..., R],
+    *inference_args: Any,
     call_limit: TimeLimit = UNLIMITED,
     traceparent: str = "",
 ) -> R:
-    """Submit a request to the scheduler of its model, and return the inference.
+    """Submit a request to the scheduler of its model, and return its `inference_class` object.
 
     Args:
         gateway: The gateway.
-        built: The request, whose resources are released if it is refused.
-        client: The client, which has to be the owner of the regions of the request.
+        built_request: The request, whose resources are released if it is refused.
+        client: The client, which must own the regions of the request.
         arrived_ns: The time of the request's arrival.
-        make: The class of the inference.
-        *args: The arguments of `make` behind those of `GatewayRequest` and the request.
+        inference_class: The class of the inference.
+        *args: The arguments of `inference_class` behind those of `GatewayRequest` and the request.
         call_limit: The time limit of the client's call.
         traceparent: The trace context of the client.
 
@@ -111,103 +111,113 @@ def submit(
         Unavailable: The model was loaded with another configuration, or the server drains. Open
             sequences continue during a drain.
     """
-    request, model = built.infer_request, built.model
+    request, model = built_request.infer_request, built_request.model
     try:
-        continues = model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
-        if gateway.refusing and not continues:
+        is_continuation = (
+            model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
+        )
+        if gateway.refusing and not is_continuation:
             raise Unavailable(model.prefix + stopping(request.id, of_sequence=model.stateful))
-        if built.regions:
-            authorise(built.regions, client.peer())
+        if built_request.regions:
+            authorise(built_request.regions, client.peer())
         if not model.is_published:
-            model = built.model = gateway.models.current(model)
+            model = built_request.model = gateway.models.current(model)
     except BaseException:
-        built.release()
+        built_request.release()
         raise
     trace = ""
     if traceparent or gateway.tracer.active or "explain" in request.parameters:
-        trace = _begin_trace(gateway, built, arrived_ns, traceparent)
-    limit_us, limit = call_limit
-    server_us = gateway.settings.request_timeout_us
+        trace = _begin_trace(gateway, built_request, arrived_ns, traceparent)
+    limit_us, limit_origin = call_limit
+    server_limit_us = gateway.settings.request_timeout_us
     if request.deadline_us > 0 and not 0 < limit_us <= request.deadline_us:
-        limit_us, limit = request.deadline_us, "the request's parameter 'deadline_us'"
-    if server_us and not 0 < limit_us <= server_us:
-        limit_us, limit = server_us, "--request-timeout-us"
+        limit_us, limit_origin = request.deadline_us, "the request's parameter 'deadline_us'"
+    if server_limit_us and not 0 < limit_us <= server_limit_us:
+        limit_us, limit_origin = server_limit_us, "--request-timeout-us"
     message = make_submit(
         gateway.schedulers.next_number(),
-        built.schema,
-        built.data,
+        built_request.schema,
+        built_request.data,
         arrived_ns,
         request_id=request.id,
         priority=request.priority,
         timeout_us=request.timeout_us,
         limit_us=limit_us,
-        limit=limit,
+        limit=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
         source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
-    inference = make(message, gateway.schedulers, built.on_release, built, *args)
+    inference = inference_class(
+        message, gateway.schedulers, built_request.on_release, built_request, *inference_args
+    )
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
 
 
-def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, traceparent: str) -> str:
+def _begin_trace(
+    gateway: Gateway, built_request: BuiltRequest, arrived_ns: int, traceparent: str
+) -> str:
     """Begin the trace of a request, and return its context for the scheduler, or ""."""
-    request, model = built.infer_request, built.model
+    request, model = built_request.infer_request, built_request.model
     explained = request.parameters.get("explain") is True
-    of_model = (model.name, model.version, request.id)
-    trace = built.trace = gateway.tracer.begin_trace(*of_model, arrived_ns, traceparent, explained)
+    request_fields = (model.name, model.version, request.id)
+    trace = built_request.trace = gateway.tracer.begin_trace(
+        *request_fields, arrived_ns, traceparent, explained
+    )
     if trace is None:
         return ""
     if trace.explained:
-        built.responses = None  # no templates, because every response has an explanation of its own
+        built_request.responses = (
+            None  # no templates, because every response has an explanation of its own
+        )
     return trace.scheduler.message
 
 
-async def reload(gateway: Gateway, built: BuiltRequest) -> None:
+async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
     """Load the model of a request again, if it was unloaded while the request arrived.
 
     Raises:
         ShmserveError: As in `resolve_model`. The resources of the request are released.
     """
-    if built.model.is_published:
+    if built_request.model.is_published:
         return
     try:
-        await resolve_model(gateway, built.model.name, built.model.version)
+        await resolve_model(gateway, built_request.model.name, built_request.model.version)
     except BaseException:
-        built.release()
+        built_request.release()
         raise
 
 
-def failure(message: m.Failed) -> ShmserveError:
+def error_from_failed(message: m.Failed) -> ShmserveError:
     """Return the exception for a `Failed`."""
     if message.retry_after_s > 0:
         return QueueFull(message.message, message.retry_after_s)
     return from_code(message.code, message.message)
 
 
-def log_failure(built: BuiltRequest, error: ShmserveError) -> None:
+def log_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
     """Log a failure, at debug level if the client has caused it, and add the trace to the error."""
-    trace = built.trace
+    trace = built_request.trace
     if trace is not None:
         error.traceparent = trace.context.traceparent
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
         outcome = "failed" if error.server_fault else "was refused"
-        args = (built.model.name, outcome, error.message)
+        message_args = (built_request.model.name, outcome, error.message)
         extra = {
-            "request_id": built.infer_request.id,
+            "request_id": built_request.infer_request.id,
             "trace_id": trace and trace.context.trace_id,
         }
-        logger.log(level, "inference of model '%s' %s: %s", *args, extra=extra)
+        logger.log(level, "inference of model '%s' %s: %s", *message_args, extra=extra)
 
 
-def fail(built: BuiltRequest, error: ShmserveError) -> None:
+def record_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
     """Log the failure of a request with one response, and end its trace."""
-    log_failure(built, error)
-    if built.trace is not None:
-        built.trace.finish(error.message)
+    log_failure(built_request, error)
+    if built_request.trace is not None:
+        built_request.trace.finish(error.message)
 
 
 @dataclass(slots=True, eq=False)
@@ -215,14 +225,14 @@ class UnaryInference(GatewayRequest):
     """A request in flight with one response.
 
     Attributes:
-        built: The request.
+        built_request: The request.
         on_response: The callback for the response. It is not called after `cancel`.
         is_templated: Whether the response may be encoded by a template.
         message: The response, until it is taken.
         encoded: The response as its template has encoded it, or None.
     """
 
-    built: BuiltRequest
+    built_request: BuiltRequest
     on_response: Callable[[Any], None]
     is_templated: bool
     message: Response | None = field(init=False, default=None)
@@ -233,14 +243,18 @@ class UnaryInference(GatewayRequest):
             self.discard(message)  # surplus response: the model has exactly one response
             return
         self.message = message
-        built = self.built
-        if built.trace is not None:
-            built.trace.on_response(message)
-        if self.is_templated and built.responses is not None and type(message) is m.Finished:
-            template = built.responses.find(message.schema)
+        built_request = self.built_request
+        if built_request.trace is not None:
+            built_request.trace.on_response(message)
+        if (
+            self.is_templated
+            and built_request.responses is not None
+            and type(message) is m.Finished
+        ):
+            template = built_request.responses.find(message.schema)
             if template is not None:
                 try:
-                    self.encoded = template.fill(built.infer_request.id, message.data)
+                    self.encoded = template.fill(built_request.infer_request.id, message.data)
                 except Exception:
                     self.encoded = None  # the error is reported when the response is encoded again
         self.on_response(self)
@@ -250,7 +264,7 @@ class UnaryInference(GatewayRequest):
         message, self.message = self.message, None
         assert message is not None
         if isinstance(message, m.Failed):
-            raise failure(message)
+            raise error_from_failed(message)
         return message
 
     def outputs(self, message: m.Finished | m.Responded) -> Inferred:
@@ -259,8 +273,12 @@ class UnaryInference(GatewayRequest):
         Raises:
             Internal: The response is malformed.
         """
-        inferred = unpack(message.schema, message.data)
-        return inferred if self.built.trace is None else self.built.trace.explain(inferred)
+        inferred = unpack_response(message.schema, message.data)
+        return (
+            inferred
+            if self.built_request.trace is None
+            else self.built_request.trace.explain(inferred)
+        )
 
     def cancel(self) -> None:
         """Cancel the request, since the client has disconnected."""
@@ -268,8 +286,8 @@ class UnaryInference(GatewayRequest):
         if message is not None:
             self.discard(message)
         self.abandon()
-        if self.built.trace is not None:
-            self.built.trace.on_disconnect()
+        if self.built_request.trace is not None:
+            self.built_request.trace.on_disconnect()
 
 
 @dataclass(slots=True, eq=False)
@@ -280,40 +298,40 @@ class StreamingInference(GatewayRequest):
     disconnected, responses that were not sent are discarded, and the request is cancelled.
 
     Attributes:
-        built: The request.
+        built_request: The request.
         on_response: The callback for each response, including the last.
         templates: The templates of responses by their schemas.
     """
 
-    built: BuiltRequest
-    on_response: Callable[[StreamingInference, Message], None]
+    built_request: BuiltRequest
+    on_response: Callable[[StreamingInference, StreamedResponse], None]
     templates: BoundedCache[bytes, Any] = field(init=False)
     _window: ReadWindow = field(init=False)
     _unsent: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        # In a region, each response overwrites the one before: only one may be unread.
-        outputs = self.built.infer_request.outputs
+        # Each response in a region overwrites the previous one, so only one may be unread.
+        outputs = self.built_request.infer_request.outputs
         self._window = ReadWindow(any(output.memory_range is not None for output in outputs))
-        self.templates = BoundedCache(_MOST_TEMPLATES)
+        self.templates = BoundedCache(_MAX_TEMPLATES)
 
     def handle_response(self, message: Response) -> None:
         if isinstance(message, m.Finished):
             packed = (message.schema, message.data)
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._unsent += 1
-        if self.ended and self.built.trace is not None:
-            self.built.trace.on_response(message)
+        if self.ended and self.built_request.trace is not None:
+            self.built_request.trace.on_response(message)
         self.on_response(self, message)
 
-    def from_template(self, message: Message) -> Any:
+    def from_template(self, message: StreamedResponse) -> Any:
         """Return the encoded response if it has a template and its data is in the message."""
         if not isinstance(message, m.Responded) or message.final:
             return None
         template = self.templates.find(message.schema)
-        return template and template.fill(self.built.infer_request.id, message.data)
+        return template and template.fill(self.built_request.infer_request.id, message.data)
 
-    def outputs(self, message: Message) -> Inferred | None:
+    def outputs(self, message: StreamedResponse) -> Inferred | None:
         """Unpack the outputs of a response, which occupy memory until `release_outputs`.
 
         Returns:
@@ -322,28 +340,28 @@ class StreamingInference(GatewayRequest):
         Raises:
             ShmserveError: The response is an error, or malformed.
         """
-        trace = self.built.trace
+        trace = self.built_request.trace
         try:
-            if (error := error_of(message)) is not None:
+            if (error := find_error(message)) is not None:
                 raise error
             inferred: Inferred | None = None
             if not isinstance(message, m.Failed) and message.schema:
-                inferred = unpack(message.schema, message.data)
-            if trace is not None and trace.explained and is_last(message):
+                inferred = unpack_response(message.schema, message.data)
+            if trace is not None and trace.explained and is_last_response(message):
                 inferred = trace.explain(inferred or Inferred(()))
             return inferred
         except ShmserveError as error:
-            log_failure(self.built, error)
+            log_failure(self.built_request, error)
             raise
 
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and return its credit."""
         self._unsent -= 1
         if self.ended:
-            if not self._unsent and self.built.trace is not None:
-                self.built.trace.finish()
+            if not self._unsent and self.built_request.trace is not None:
+                self.built_request.trace.finish()
             return
-        sizes = () if inferred is None else (_size(tensor.data) for tensor in inferred.outputs)
+        sizes = () if inferred is None else (_byte_size(tensor.data) for tensor in inferred.outputs)
         credit = self._window.read(sum(sizes))
         if credit:
             self.schedulers.credit(self, credit)
@@ -352,31 +370,31 @@ class StreamingInference(GatewayRequest):
         """Cancel the request."""
         if not self.ended:
             self.abandon()
-        if self.built.trace is not None:
-            self.built.trace.on_disconnect()
+        if self.built_request.trace is not None:
+            self.built_request.trace.on_disconnect()
 
 
-def error_of(message: Message) -> ShmserveError | None:
+def find_error(message: StreamedResponse) -> ShmserveError | None:
     """Return the error of a response, or None."""
     if isinstance(message, m.Failed):
-        return failure(message)
+        return error_from_failed(message)
     return from_code(message.code, message.message) if message.code else None
 
 
-def is_last(message: Message) -> bool:
+def is_last_response(message: StreamedResponse) -> bool:
     """Return whether a response is the last one."""
     return isinstance(message, m.Failed) or message.final
 
 
-def _size(data: Any) -> int:
+def _byte_size(data: Any) -> int:
     return len(data) if isinstance(data, bytes) else int(data.byte_size)
 
 
-# Shared by all models, since the entry of a schema does not depend on the model.
+# All models share this table, since the entry of a schema does not depend on the model.
 _SCHEMAS: Schemas[ResponseSchema] = Schemas(ResponseSchema)
 
 
-def unpack(schema: bytes, data: Sequence[Any]) -> Inferred:
+def unpack_response(schema: bytes, data: Sequence[Any]) -> Inferred:
     """Return the outputs of a response.
 
     Raises:
@@ -389,14 +407,14 @@ def unpack(schema: bytes, data: Sequence[Any]) -> Inferred:
         raise Internal("internal error") from None
 
 
-def check_size(tensor: TensorRef, size: int) -> None:
+def check_output_size(tensor: TensorRef, size: int) -> None:
     """Check the byte size of an output against its shape.
 
     Raises:
         Internal: The size differs.
     """
-    item = ITEM_SIZE[tensor.datatype]
-    if item and size != element_count(tensor.shape) * item:
+    item_size = ITEM_SIZE[tensor.datatype]
+    if item_size and size != element_count(tensor.shape) * item_size:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
 
 
@@ -406,18 +424,18 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
     Raises:
         Internal: The size differs from that of the shape.
     """
-    raw = tensor.data
-    data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
-    check_size(tensor, len(data))
+    location = tensor.data
+    data = location if isinstance(location, bytes) else gateway.mappings.view(location)
+    check_output_size(tensor, len(data))
     return data
 
 
-_MOST_ELEMENTS = 1_000_000
+_MAX_CLASSIFIED_ELEMENTS = 1_000_000
 # Triton does not classify these datatypes, either.
-_UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))
+_UNSORTABLE_DATATYPES = frozenset(("BOOL", "FP16", "BF16", "BYTES"))
 
 
-def classified_as_requested(
+def classify_outputs(
     gateway: Gateway, model: GatewayModel, request: InferRequest, inferred: Inferred
 ) -> Inferred:
     """Return a response with the requested outputs as classes, in BYTES tensors.
@@ -436,14 +454,16 @@ def classified_as_requested(
         count = classes.get(tensor.name, 0)
         if not count:
             return tensor
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
-        return _classified(tensor, data, count, model.labels.get(tensor.name, ()), batched=batched)
+        location = tensor.data
+        data = location if isinstance(location, bytes) else gateway.mappings.view(location)
+        return _classify_tensor(
+            tensor, data, count, model.labels.get(tensor.name, ()), batched=batched
+        )
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
 
-def _classified(
+def _classify_tensor(
     tensor: TensorRef,
     data: bytes | memoryview,
     count: int,
@@ -451,27 +471,27 @@ def _classified(
     *,
     batched: bool,
 ) -> TensorRef:
-    datatype, elements = tensor.datatype, element_count(tensor.shape)
-    if datatype in _UNSORTED:
+    datatype, element_total = tensor.datatype, element_count(tensor.shape)
+    if datatype in _UNSORTABLE_DATATYPES:
         raise InvalidArgument(
             f"class result not available for output due to unsupported type '{datatype}'"
         )
-    if elements > _MOST_ELEMENTS:
+    if element_total > _MAX_CLASSIFIED_ELEMENTS:
         raise InvalidArgument("classification output tensor too large")
-    if len(data) != elements * ITEM_SIZE[datatype]:
+    if len(data) != element_total * ITEM_SIZE[datatype]:
         return tensor  # `output_bytes` reports the wrong size later
     batch = tensor.shape[:1] if batched else ()
     values = np.frombuffer(data, NUMPY[datatype])
-    rows = values.reshape(batch[0], -1) if elements and batch else values.reshape(1, -1)
-    shown = min(count, rows.shape[1])
-    texts = [text for row in rows for text in _texts(row, shown, labels)]
+    rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
+    class_count = min(count, rows.shape[1])
+    texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
     packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return TensorRef(tensor.name, "BYTES", (*batch, shown), packed)
+    return TensorRef(tensor.name, "BYTES", (*batch, class_count), packed)
 
 
-def _texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[bytes]:
+def _class_texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[bytes]:
     texts = []
-    for index in largest(row, count):
+    for index in largest_indices(row, count):
         value = row[index].item()
         text = f"{value:.6f}:{index}" if isinstance(value, float) else f"{value}:{index}"
         if index < len(labels) and labels[index]:
@@ -480,18 +500,18 @@ def _texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[
     return texts
 
 
-def largest(row: NDArray[np.generic], count: int) -> list[int]:
+def largest_indices(row: NDArray[np.generic], count: int) -> list[int]:
     """Return the indices of the `count` largest values, in descending order.
 
     Equal values keep their order. NaN is larger than any number.
     """
-    found = np.arange(len(row))
+    candidates = np.arange(len(row))
     if not count:
         return []
     if count < len(row):
         # Only values that can be among the largest are sorted.
-        least = np.partition(row, len(row) - count)[len(row) - count]
-        found = np.flatnonzero(~(row < least))
-    order = np.argsort(row[found][::-1], kind="stable")[::-1]
-    indices: list[int] = found[::-1][order][:count].tolist()
+        threshold = np.partition(row, len(row) - count)[len(row) - count]
+        candidates = np.flatnonzero(~(row < threshold))
+    order = np.argsort(row[candidates][::-1], kind="stable")[::-1]
+    indices: list[int] = candidates[::-1][order][:count].tolist()
     return indices

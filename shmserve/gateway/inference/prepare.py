@@ -1,4 +1,4 @@
-"""The preparation of requests: tensors are placed, and requests are checked against their models.
+"""The preparation of requests: places their tensors, and checks them against their models.
 
 | size of all tensors in the body | location of the tensors                                        |
 |---------------------------------|----------------------------------------------------------------|
@@ -7,13 +7,13 @@
 | in a region                     | unchanged; the message has the range                           |
 
 A request holds its block and its references to regions until no worker can access them. Clients
-send the same header many times with other tensors. A `RequestTemplate` is the parsed and checked
-header; later requests with this header only fill it.
+often send the same header with different tensors. A `RequestTemplate` is a parsed and checked
+header, which later requests with the same header fill with their tensors.
 
 The tensors of a large request are received into its block while they arrive:
 
-    head parsed ──> `receive`: block allocated, request checked ──> begin, feed* for each tensor
-        └──> an error: the block is released                            └──> complete
+    head parsed ──> `reserve_tensors`: block, checks ──> begin, feed* for each tensor
+        └──> an error: the block is released                 └──> complete
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MOST_RESPONSES = 8  # maximum number of response templates of requests with one header
+_MAX_RESPONSE_TEMPLATES = 8  # maximum number of response templates of requests with one header
 _ALIGNMENT = 64
 
 
@@ -81,8 +81,8 @@ class BuiltRequest:
 
     def identify(self, identity: RequestIdentity) -> None:
         """Set the id and the position in a sequence, which are not part of a template."""
-        if not identity.is_of(self.infer_request):
-            self.infer_request = self.infer_request.identified(identity)
+        if not identity.is_identity_of(self.infer_request):
+            self.infer_request = self.infer_request.with_identity(identity)
 
 
 class Resources:
@@ -91,26 +91,26 @@ class Resources:
     If the arena is full, `budget` evicts bodies that arrive too slowly.
     """
 
-    __slots__ = ("_arena", "_budget", "_offset", "_table", "_uses")
+    __slots__ = ("_arena", "_budget", "_offset", "_references", "_table")
 
     def __init__(self, arena: Arena, budget: BodyBudget, regions: RegionTable) -> None:
         self._arena = arena
         self._budget = budget
         self._table = regions
         self._offset = -1
-        self._uses: RegionReferences | None = None
+        self._references: RegionReferences | None = None
 
     @property
-    def uses(self) -> RegionReferences:
+    def references(self) -> RegionReferences:
         """Return the references of the request to regions."""
-        if self._uses is None:
-            self._uses = RegionReferences(self._table)
-        return self._uses
+        if self._references is None:
+            self._references = RegionReferences(self._table)
+        return self._references
 
     @property
     def regions(self) -> Sequence[GatewayRegion]:
         """Return the regions that the request uses."""
-        return () if self._uses is None else self._uses.regions
+        return () if self._references is None else self._references.regions
 
     def allocate(self, sizes: list[int]) -> list[Range]:
         """Reserve ranges of these sizes, in bytes, in one arena block.
@@ -143,7 +143,7 @@ class Resources:
         return self._arena.view(memory_range)
 
     def __bool__(self) -> bool:
-        return self._offset >= 0 or self._uses is not None
+        return self._offset >= 0 or self._references is not None
 
     @property
     def has_block(self) -> bool:
@@ -155,11 +155,11 @@ class Resources:
         if self._offset >= 0:
             self._arena.free(self._offset)
             self._offset = -1
-        if self._uses is not None:
-            self._uses.release()
+        if self._references is not None:
+            self._references.release()
 
 
-def resources_of(gateway: Gateway) -> Resources:
+def create_resources(gateway: Gateway) -> Resources:
     """Return the empty resources of a new request."""
     return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
@@ -172,48 +172,50 @@ class RequestTemplate:
     """
 
     __slots__ = (
-        *("_cut", "_data", "_model", "_request", "_resources", "_responses"),
-        *("_schema", "_sizes", "_slots", "_uses"),
+        *("_unpack_tensors", "_data", "_model", "_request", "_create_resources", "_responses"),
+        *("_schema", "_sizes", "_body_indices", "_references"),
     )
 
     def __init__(
         self,
-        built: BuiltRequest,
+        built_request: BuiltRequest,
         sizes: Sequence[int | None],
-        uses: RegionReferences | None,
-        resources: Callable[[], Resources] | None,
+        references: RegionReferences | None,
+        create_resources: Callable[[], Resources] | None,
     ) -> None:
         """Derive the template from the first request with a header.
 
         Args:
-            built: The request.
+            built_request: The request.
             sizes: The byte size of each input in the body; None for an input in a region.
-            uses: The references of the request to regions.
-            resources: Creates the resources of a request with large tensors; None if the tensors
-                are small.
+            references: The references of the request to regions.
+            create_resources: Creates the resources of a request with large tensors; None if the
+                tensors are small.
         """
-        self._model = built.model
-        self._request = built.infer_request
-        self._schema = built.schema
-        self._slots = [index for index, size in enumerate(sizes) if size is not None]
+        self._model = built_request.model
+        self._request = built_request.infer_request
+        self._schema = built_request.schema
+        self._body_indices = [index for index, size in enumerate(sizes) if size is not None]
         # The data of the first request is kept only for inputs in regions.
-        self._data = built.data if len(self._slots) < len(built.data) else None
+        self._data = (
+            built_request.data if len(self._body_indices) < len(built_request.data) else None
+        )
         self._sizes = [size for size in sizes if size is not None]
-        layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
-        self._cut: Callable[[bytes, int], tuple[bytes, ...]] = layout.unpack_from
-        self._uses = uses.as_template() if uses is not None else None
-        self._resources = resources
-        self._responses: BoundedCache[bytes, Any] = BoundedCache(_MOST_RESPONSES)
+        tensor_layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
+        self._unpack_tensors: Callable[[bytes, int], tuple[bytes, ...]] = tensor_layout.unpack_from
+        self._references = references.as_template() if references is not None else None
+        self._create_resources = create_resources
+        self._responses: BoundedCache[bytes, Any] = BoundedCache(_MAX_RESPONSE_TEMPLATES)
 
-    def fill_from(self, body: bytes, at: int) -> BuiltRequest | None:
-        """Return the request whose tensors are in `body` from `at`, as `fill` does."""
+    def fill_from(self, body: bytes, offset: int) -> BuiltRequest | None:
+        """Return the request whose tensors are in `body` from `offset`, as `fill` does."""
         if not self._sizes:
             return self.fill(())
-        if self._resources is None:
-            return self.fill(self._cut(body, at))
+        if self._create_resources is None:
+            return self.fill(self._unpack_tensors(body, offset))
         body_view = memoryview(body)
-        ends = accumulate(self._sizes, initial=at)
-        return self.fill([body_view[start:end] for start, end in pairwise(ends)])
+        bounds = accumulate(self._sizes, initial=offset)
+        return self.fill([body_view[start:end] for start, end in pairwise(bounds)])
 
     def fill(self, tensors: Sequence[bytes | memoryview]) -> BuiltRequest | None:
         """Return the request with these tensors, or None if its regions have changed.
@@ -225,34 +227,34 @@ class RequestTemplate:
         on_release: Callable[[], None] | None = None
         regions: Sequence[GatewayRegion] = ()
         data: list[Any] = [*tensors]
-        if self._uses is not None:
-            uses = RegionReferences.from_template(self._uses)
-            if uses is None:
+        if self._references is not None:
+            references = RegionReferences.from_template(self._references)
+            if references is None:
                 return None
-            on_release, regions = uses.release, uses.regions
-        elif self._resources is not None:
-            resources = self._resources()
+            on_release, regions = references.release, references.regions
+        elif self._create_resources is not None:
+            resources = self._create_resources()
             ranges = resources.allocate(self._sizes)
             for memory_range, tensor in zip(ranges, tensors, strict=True):
                 resources.view(memory_range)[:] = tensor
             data = list(map(pack_range, ranges))
             on_release = resources.release
         if self._data is not None:
-            received, data = data, self._data.copy()
-            for slot, item in zip(self._slots, received, strict=True):
-                data[slot] = item
+            body_data, data = data, self._data.copy()
+            for index, tensor_data in zip(self._body_indices, body_data, strict=True):
+                data[index] = tensor_data
         return BuiltRequest(
             *(self._model, self._request, self._schema, data),
             *(on_release, regions, self._responses),
         )
 
 
-def build(
+def build_request(
     gateway: Gateway,
     model: GatewayModel,
     request: InferRequest,
     body: bytes = b"",
-    at: int = 0,
+    offset: int = 0,
 ) -> BuiltRequest:
     """Place the tensors of a request, and check the request.
 
@@ -261,68 +263,71 @@ def build(
         model: The model of the request.
         request: The parsed request.
         body: The bytes that contain the binary tensors.
-        at: The position of the first binary tensor in the body.
+        offset: The position of the first binary tensor in the body.
 
     Raises:
         ShmserveError: The request is invalid, or the arena is full.
     """
-    return _build(gateway, model, request, body, at)[0]
+    return _place_and_check(gateway, model, request, body, offset)[0]
 
 
 def build_with_template(
-    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, at: int
+    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, offset: int
 ) -> tuple[BuiltRequest, RequestTemplate | None]:
     """Place the tensors as `build` does, and return a template for requests of the same layout.
 
     A request with large tensors in the body and others in regions has no template.
     """
-    built, resources, datas = _build(gateway, model, request, body, at)
+    built_request, resources, input_bytes = _place_and_check(gateway, model, request, body, offset)
     if resources.has_block and resources.regions:
-        return built, None
+        return built_request, None
     sizes = [
         None if tensor.data is None and tensor.memory_range is not None else len(data or b"")
-        for tensor, data in zip(request.inputs, datas, strict=True)
+        for tensor, data in zip(request.inputs, input_bytes, strict=True)
     ]
-    uses = resources.uses if resources.regions else None
-    large = partial(resources_of, gateway) if resources.has_block else None
-    return built, RequestTemplate(built, sizes, uses, large)
+    references = resources.references if resources.regions else None
+    large_resources = partial(create_resources, gateway) if resources.has_block else None
+    return built_request, RequestTemplate(built_request, sizes, references, large_resources)
 
 
-def _build(
-    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, at: int
+def _place_and_check(
+    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, offset: int
 ) -> tuple[BuiltRequest, Resources, Sequence[bytes | None]]:
-    datas: list[bytes | None] = []
-    total = 0
+    input_bytes: list[bytes | None] = []
+    total_bytes = 0
     for tensor in request.inputs:
         data: bytes | None = tensor.data
         if tensor.binary_size >= 0:
-            data = body[at : at + tensor.binary_size]
-            at += tensor.binary_size
-        total += len(data or b"")
-        datas.append(data)
-    resources = resources_of(gateway)
+            data = body[offset : offset + tensor.binary_size]
+            offset += tensor.binary_size
+        total_bytes += len(data or b"")
+        input_bytes.append(data)
+    resources = create_resources(gateway)
     try:
-        stored: Sequence[bytes | Range | None] = datas
-        if total > INLINE_LIMIT:
-            stored = _store(resources, datas)
-        return check_request(model, request, stored, resources), resources, datas
+        locations: Sequence[bytes | Range | None] = input_bytes
+        if total_bytes > INLINE_LIMIT:
+            locations = _store(resources, input_bytes)
+        return check_request(model, request, locations, resources), resources, input_bytes
     except BaseException:
         resources.release()
         raise
 
 
-def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Range | None]:
-    ranges = resources.allocate([len(data or b"") for data in datas])
-    for data, memory_range in zip(datas, ranges, strict=True):
+def _store(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequence[Range | None]:
+    ranges = resources.allocate([len(data or b"") for data in input_bytes])
+    for data, memory_range in zip(input_bytes, ranges, strict=True):
         if data:
             resources.view(memory_range)[:] = data
-    return [None if data is None else r for data, r in zip(datas, ranges, strict=True)]
+    return [
+        None if data is None else memory_range
+        for data, memory_range in zip(input_bytes, ranges, strict=True)
+    ]
 
 
 def check_request(
     model: GatewayModel,
     request: InferRequest,
-    stored: Sequence[bytes | Range | None],
+    locations: Sequence[bytes | Range | None],
     resources: Resources,
 ) -> BuiltRequest:
     """Check a request against its model, and against the regions of its inputs and outputs.
@@ -330,7 +335,7 @@ def check_request(
     Args:
         model: The model.
         request: The parsed request.
-        stored: The bytes or the arena range of each input; None for an input in a region.
+        locations: The bytes or the arena range of each input; None for an input in a region.
         resources: The resources of the request.
 
     Raises:
@@ -340,17 +345,17 @@ def check_request(
     """
     signature = model.signature
     tensors: list[TensorRef] = []
-    for tensor, location in zip(request.inputs, stored, strict=True):
+    for tensor, location in zip(request.inputs, locations, strict=True):
         if location is None:
             assert tensor.memory_range is not None
-            location = resources.uses.reference_range(tensor.memory_range)
+            location = resources.references.reference_range(tensor.memory_range)
         tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, location))
     outputs = [
         RequestedOutput(
             output.name,
             None
             if output.memory_range is None
-            else resources.uses.reference_range(output.memory_range, write=True),
+            else resources.references.reference_range(output.memory_range, write=True),
         )
         for output in request.outputs
     ]
@@ -367,14 +372,14 @@ def check_capacity(signature: Signature, name: str, capacity: int, batch_size: i
     """Check that an output of known size fits its range of `capacity` bytes.
 
     Raises:
-        Internal: The range is too small. The error is the same if the size is found after the
-            computation.
+        Internal: The range is too small. An output whose size is not known in advance has the same
+            error after the computation.
     """
-    needed = signature.output_size(name, batch_size)
-    if needed is not None and capacity < needed:
+    needed_bytes = signature.output_size(name, batch_size)
+    if needed_bytes is not None and capacity < needed_bytes:
         raise Internal(
             f"shared memory size specified with the request for output '{name}' ({capacity} bytes) "
-            f"should be at least {needed} bytes to hold the results"
+            f"should be at least {needed_bytes} bytes to hold the results"
         )
 
 
@@ -395,7 +400,7 @@ def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]
         )
     spec = next(iter(signature.inputs.values()))
     dims = list(spec.dims)
-    fixed = element_count([dim for dim in dims if dim != -1])
+    fixed_elements = element_count([dim for dim in dims if dim != -1])
     if dims.count(-1) > 1:
         raise InvalidArgument(
             f"{prefix}The shape of the raw input '{spec.name}' can not be deduced because "
@@ -403,26 +408,26 @@ def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]
             "the bytes, and the length of the JSON in Inference-Header-Content-Length)"
         )
     if spec.datatype == "BYTES":
-        if -1 in dims or fixed != 1:
+        if -1 in dims or fixed_elements != 1:
             raise InvalidArgument(
                 f"{prefix}For BYTE datatype raw input '{spec.name}', "
                 "the model must have input shape [1]"
             )
         body = len(body).to_bytes(4, "little") + body
     elif -1 in dims:
-        row = fixed * ITEM_SIZE[spec.datatype]
-        dims[dims.index(-1)] = len(body) // row if row else 0
+        row_bytes = fixed_elements * ITEM_SIZE[spec.datatype]
+        dims[dims.index(-1)] = len(body) // row_bytes if row_bytes else 0
     shape = (1, *dims) if signature.max_batch_size else tuple(dims)
     tensor = InferInput(spec.name, spec.datatype, shape, element_count(shape))
     tensor.binary_size = len(body)
     return InferRequest("", [tensor], [], binary=True), body
 
 
-_NOTHING = memoryview(b"")
+_EMPTY_VIEW = memoryview(b"")
 
 
 class ArrivingTensors:
-    """The tensors of one request, which are received one after the other into their memory.
+    """The tensors of one request, received in order, each into its own memory.
 
     Attributes:
         views: The memory of each tensor.
@@ -431,16 +436,16 @@ class ArrivingTensors:
 
     def __init__(self, views: Sequence[memoryview], release: Callable[[], None]) -> None:
         self.views = views
-        self.begun = 0
+        self.started_count = 0
         self.release = release
-        self._remaining = _NOTHING  # the remaining memory of the tensor that is arriving
+        self._remaining = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 
-    def begin(self, size: int) -> bool:
+    def start_tensor(self, size: int) -> bool:
         """Begin the next tensor; return whether there is one of this size."""
-        if self.begun == len(self.views) or len(self.views[self.begun]) != size:
+        if self.started_count == len(self.views) or len(self.views[self.started_count]) != size:
             return False
-        self._remaining = self.views[self.begun]
-        self.begun += 1
+        self._remaining = self.views[self.started_count]
+        self.started_count += 1
         return True
 
     def feed(self, piece: memoryview) -> int:
@@ -456,27 +461,27 @@ class ArrivingTensors:
         """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
-            if self._remaining or self.begun == len(self.views):
+            if self._remaining or self.started_count == len(self.views):
                 return
-            self.begin(len(self.views[self.begun]))
+            self.start_tensor(len(self.views[self.started_count]))
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory of the next bytes, at most `byte_limit`; None between tensors."""
         return self._remaining[:byte_limit] if self._remaining else None
 
     @property
-    def missing(self) -> int:
+    def missing_bytes(self) -> int:
         """Return the number of bytes that the current tensor lacks."""
         return len(self._remaining)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether all tensors were received."""
-        return not self._remaining and self.begun == len(self.views)
+        return not self._remaining and self.started_count == len(self.views)
 
-    def received(self) -> list[bytes]:
+    def received_pieces(self) -> list[bytes]:
         """Return the received bytes of each tensor that has begun."""
-        pieces = [bytes(view) for view in islice(self.views, self.begun)]
+        pieces = [bytes(view) for view in islice(self.views, self.started_count)]
         if self._remaining:
             pieces[-1] = pieces[-1][: -len(self._remaining)]
         return pieces
@@ -487,19 +492,21 @@ class ArrivingRequest(ArrivingTensors):
     """A checked request whose binary tensors are received; `len` is the size of its message.
 
     Attributes:
-        built: The request, which is complete once its tensors are.
+        built_request: The request, which is complete once its tensors are.
     """
 
-    def __init__(self, built: BuiltRequest, views: Sequence[memoryview], byte_size: int) -> None:
-        super().__init__(views, built.release)
-        self.built = built
+    def __init__(
+        self, built_request: BuiltRequest, views: Sequence[memoryview], byte_size: int
+    ) -> None:
+        super().__init__(views, built_request.release)
+        self.built_request = built_request
         self._byte_size = byte_size
 
     def __len__(self) -> int:
         return self._byte_size
 
 
-def receive(
+def reserve_tensors(
     gateway: Gateway, model: GatewayModel, request: InferRequest, byte_size: int
 ) -> ArrivingRequest:
     """Reserve the memory for the tensors of a request whose head was received.
@@ -515,16 +522,16 @@ def receive(
     Raises:
         ShmserveError: The request is invalid, or the arena is full.
     """
-    resources = resources_of(gateway)
+    resources = create_resources(gateway)
     try:
         inputs = request.inputs
         sizes = [max(tensor.binary_size, 0) or len(tensor.data or b"") for tensor in inputs]
         ranges = resources.allocate(sizes)
-        stored = [
+        locations = [
             None if tensor.memory_range is not None else memory_range
             for tensor, memory_range in zip(inputs, ranges, strict=True)
         ]
-        built = check_request(model, request, stored, resources)
+        built_request = check_request(model, request, locations, resources)
         views: list[memoryview] = []
         for tensor, memory_range in zip(inputs, ranges, strict=True):
             if tensor.data is not None:
@@ -534,4 +541,4 @@ def receive(
     except BaseException:
         resources.release()
         raise
-    return ArrivingRequest(built, views, byte_size)
+    return ArrivingRequest(built_request, views, byte_size)

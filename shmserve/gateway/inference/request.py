@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
 
-# The limit of inputs, outputs and parameters. Millions would fit into a request, and block each
-# process that handles them for seconds.
-_MOST_OF_A_KIND = 16384
+# The limit of the number of inputs, outputs and parameters. Millions of them would fit into a
+# request, and block each process that handles them for seconds.
+_MAX_MEMBERS = 16384
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class InferRequest:
     empty_final: bool = False
     deadline_us: int = 0
 
-    def identified(self, identity: RequestIdentity) -> InferRequest:
+    def with_identity(self, identity: RequestIdentity) -> InferRequest:
         """Return a copy with another id and position in a sequence."""
         return InferRequest(
             identity.request_id,
@@ -126,7 +126,7 @@ class RequestIdentity(NamedTuple):
     correlation_id: int | str
     flags: int
 
-    def is_of(self, request: InferRequest) -> bool:
+    def is_identity_of(self, request: InferRequest) -> bool:
         """Return whether the request has this identity."""
         return (request.id, request.correlation_id, request.flags) == self
 
@@ -134,28 +134,28 @@ class RequestIdentity(NamedTuple):
 ANONYMOUS = RequestIdentity("", 0, 0)
 
 
-def check_number(members: Sized, noun: str) -> None:
+def check_member_count(members: Sized, noun: str) -> None:
     """Raise InvalidArgument if a request has too many inputs, outputs or parameters (`noun`)."""
-    if len(members) > _MOST_OF_A_KIND:
+    if len(members) > _MAX_MEMBERS:
         raise InvalidArgument(
-            f"a request may have at most {_MOST_OF_A_KIND} {noun}, got {len(members)}"
+            f"a request may have at most {_MAX_MEMBERS} {noun}, got {len(members)}"
         )
 
 
-def correlation_id(value: int | str) -> int | str:
+def check_correlation_id(correlation_id: int | str) -> int | str:
     """Return the id of a sequence.
 
     Raises:
         Unsupported: The id is a string that is too long.
     """
-    if isinstance(value, str) and len(value) > LONGEST_CORRELATION_ID:
+    if isinstance(correlation_id, str) and len(correlation_id) > LONGEST_CORRELATION_ID:
         raise Unsupported(
             f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
         )
-    return value
+    return correlation_id
 
 
-_RESERVED = frozenset(
+_RESERVED_PARAMETERS = frozenset(
     (
         *("sequence_id", "sequence_start", "sequence_end"),
         *("priority", "timeout", "deadline_us", "headers", "binary_data_output"),
@@ -163,7 +163,7 @@ _RESERVED = frozenset(
 )
 
 
-def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the headers whose names match a pattern at any position, ignoring case.
 
     The last of several headers with one name counts. An empty pattern matches no header.
@@ -173,25 +173,25 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
     """
     if not pattern:
         return {}
-    matches = _compiled(pattern).search
-    forwarded = {name: value for name, value in headers if matches(name)}
+    search = _compile_pattern(pattern).search
+    forwarded = {name: value for name, value in headers if search(name)}
     for name in forwarded:
-        lower = name.lower()
-        if lower in _RESERVED or lower.startswith("triton_"):
+        lower_name = name.lower()
+        if lower_name in _RESERVED_PARAMETERS or lower_name.startswith("triton_"):
             # The parser capitalises the names of standard headers.
             raise InvalidArgument(
-                f"Header '{lower}' is reserved for Triton usage and cannot be forwarded."
+                f"Header '{lower_name}' is reserved for Triton usage and cannot be forwarded."
             )
-        if not _is_text(forwarded[name]):
+        if not _is_utf8(forwarded[name]):
             raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")
     return forwarded
 
 
-def _is_text(value: str) -> bool:
+def _is_utf8(value: str) -> bool:
     # The parser represents bytes that are not UTF-8 as surrogates.
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 @lru_cache(maxsize=4)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE)

@@ -21,7 +21,7 @@ from shmserve.ipc.model_spec import (
     FIRST_RESPONSE_FAMILY,
     KNOWN_PARAMETERS,
     KNOWN_SETTINGS,
-    MOST_INSTANCES,
+    LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
@@ -126,7 +126,7 @@ def _load_problems(
     of_tensors = list(tensor_problems(config, complete=complete))
     if complete:
         of_tensors += batch_io_problems(config)
-    for problem in (*of_tensors, *warmup_problems(config)):
+    for problem in (*of_tensors, *warmup_problems(config, complete=complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
@@ -182,8 +182,10 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
 
 def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
     kind_at, gpus_at = (*at, "kind"), (*at, "gpus")
-    if group.count > MOST_INSTANCES:
-        yield Problem((*at, "count"), f"has count {group.count}, more than {MOST_INSTANCES}")
+    if group.count > LARGEST_INSTANCE_BOUND:
+        yield Problem(
+            (*at, "count"), f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
+        )
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
             kind = ModelInstanceGroup.Kind.Name(group.kind)

@@ -13,24 +13,24 @@ from typing import Any
 
 from shmserve.common.names import members
 from shmserve.errors import suggestion
-from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import (
     IDLE_UNLOAD,
+    LARGEST_INSTANCE_BOUND,
+    LARGEST_MAX_STREAMS,
     LONGEST_IDLE_S,
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
-    MOST_INSTANCES,
-    MOST_STREAMS,
     PADDING,
-    STRATEGY,
-    TARGET,
+    STRATEGY_PARAMETER,
+    TARGET_PARAMETER,
     Strategy,
-    idle_unload_s,
-    instance_bound,
-    max_streams,
-    strategy,
-    target_ms,
+    parse_idle_unload_s,
+    parse_instance_bound,
+    parse_max_streams,
+    parse_strategy,
+    parse_target_ms,
 )
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.proto.model_config_pb2 import (
@@ -41,13 +41,16 @@ from shmserve.proto.model_config_pb2 import (
     ModelOutput,
 )
 
-_INSTANCES = (instance_bound, f"an integer from 1 to {MOST_INSTANCES}")
+_INSTANCES = (parse_instance_bound, f"an integer from 1 to {LARGEST_INSTANCE_BOUND}")
 # The parser of each parameter, which returns None for an invalid text, and the allowed texts.
 _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    STRATEGY: (strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
-    TARGET: (target_ms, "a number of milliseconds, 0.001 at least and of a day at most"),
-    MAX_STREAMS: (max_streams, f"an integer from 1 to {MOST_STREAMS}"),
-    IDLE_UNLOAD: (idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
+    STRATEGY_PARAMETER: (parse_strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
+    TARGET_PARAMETER: (
+        parse_target_ms,
+        "a number of milliseconds, 0.001 at least and of a day at most",
+    ),
+    MAX_STREAMS: (parse_max_streams, f"an integer from 1 to {LARGEST_MAX_STREAMS}"),
+    IDLE_UNLOAD: (parse_idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
     MIN_INSTANCES: _INSTANCES,
     MAX_INSTANCES: _INSTANCES,
 }
@@ -87,7 +90,7 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
     values = {name: _PARAMETERS[name][0](text) for name, text in texts.items()}
     for name, text in texts.items():
         if values[name] is None:
-            near = suggestion(text, Strategy) if name == STRATEGY else ""
+            near = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
             allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
             yield Problem(_at(name), f"{allowed}, found '{text}'{near}")
     if complete:
@@ -103,27 +106,31 @@ def _at(name: str) -> Key:
 
 
 def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
-    strategy, suffix = values.get(STRATEGY), f"for {config.name}"
+    strategy, suffix = values.get(STRATEGY_PARAMETER), f"for {config.name}"
     if strategy is not None and not config.HasField("dynamic_batching"):
         text = (
-            f"parameter '{STRATEGY}' is '{strategy}' {suffix}, which has no 'dynamic_batching': "
-            "add that block, or remove the parameter"
+            f"parameter '{STRATEGY_PARAMETER}' is '{strategy}' {suffix}, which has no "
+            "'dynamic_batching': add that block, or remove the parameter"
         )
-        yield Problem(_at(STRATEGY), text)
-    if strategy is Strategy.ADAPTIVE and TARGET not in values:
+        yield Problem(_at(STRATEGY_PARAMETER), text)
+    if strategy is Strategy.ADAPTIVE and TARGET_PARAMETER not in values:
         text = (
-            f"parameter '{STRATEGY}' is '{strategy}' {suffix}, which needs the parameter "
-            f"'{TARGET}', a number of milliseconds"
+            f"parameter '{STRATEGY_PARAMETER}' is '{strategy}' {suffix}, which needs the parameter "
+            f"'{TARGET_PARAMETER}', a number of milliseconds"
         )
-        yield Problem(_at(STRATEGY), text)
+        yield Problem(_at(STRATEGY_PARAMETER), text)
     is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
-    if TARGET in values and not is_managed and (strategy or STRATEGY not in values):
+    if (
+        TARGET_PARAMETER in values
+        and not is_managed
+        and (strategy or STRATEGY_PARAMETER not in values)
+    ):
         shown = f"'{strategy}'" if strategy else "not given"
         text = (
-            f"parameter '{TARGET}' requires '{MAX_INSTANCES}', or '{STRATEGY}' "
+            f"parameter '{TARGET_PARAMETER}' requires '{MAX_INSTANCES}', or '{STRATEGY_PARAMETER}' "
             f"'{Strategy.ADAPTIVE}', which is {shown} {suffix}"
         )
-        yield Problem(_at(TARGET), text)
+        yield Problem(_at(TARGET_PARAMETER), text)
 
 
 def _bound_problems(
@@ -159,7 +166,7 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
     for key, reason, is_given in (
         ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
         ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
-        ("backend", "a model that generates text", config.backend == GENERATIVE),
+        ("backend", "a model that generates text", config.backend == LLM_BACKEND),
     ):
         if is_given:
             text = (

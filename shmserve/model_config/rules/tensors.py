@@ -170,9 +170,13 @@ def _products(dims: Sequence[int]) -> list[int]:
     return [math.prod(stretch) for stretch in stretches]
 
 
-def warmup_problems(config: ModelConfig) -> Iterator[Problem]:
+def warmup_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """Yield the problems of model_warmup, whose files are read only when an instance loads."""
+    largest = max(config.max_batch_size, 1)
     for index, sample in enumerate(config.model_warmup):
+        if complete and sample.batch_size > largest:
+            text = f"warmup sample '{sample.name}': batch size {sample.batch_size}, max allowed is"
+            yield Problem(("model_warmup", index, "batch_size"), f"{text} {largest}")
         for name, tensor in sorted(sample.inputs.items()):
             at: Key = ("model_warmup", index, "inputs", member(name))
             if tensor.data_type == DataType.TYPE_INVALID:

@@ -30,7 +30,7 @@ _LITTLE = 16 * 2**20
 
 def configured_run_directory(config: ServerConfig) -> Path:
     """Return the run directory of a server with this configuration."""
-    path = config.run_dir or endpoints.usual_run_directory(os.environ)
+    path = config.run_dir or endpoints.default_run_directory(os.environ)
     return Path(os.path.abspath(path))
 
 

@@ -170,7 +170,9 @@ class Autoscaler:
 
 
 def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
-    target_ms = model_spec.target_ms(config.parameters.get(model_spec.TARGET, "")) or 0.0
+    target_ms = (
+        model_spec.parse_target_ms(config.parameters.get(model_spec.TARGET_PARAMETER, "")) or 0.0
+    )
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)

@@ -26,7 +26,7 @@ from shmserve.ipc.model_spec import (
     MIN_INSTANCES,
     ModelSpec,
     RateLimit,
-    instance_bound,
+    parse_instance_bound,
 )
 from shmserve.supervisor.models.repository import ReadConfig
 from shmserve.supervisor.processes.children import Child, RestartBackoff
@@ -206,8 +206,8 @@ class Bounds(NamedTuple):
 
 def bounds_of(config: ModelSpec) -> Bounds | None:
     """Return the bounds of a validated configuration, or None for a fixed number of instances."""
-    maximum = instance_bound(config.parameters.get(MAX_INSTANCES, ""))
-    minimum = instance_bound(config.parameters.get(MIN_INSTANCES, ""))
+    maximum = parse_instance_bound(config.parameters.get(MAX_INSTANCES, ""))
+    minimum = parse_instance_bound(config.parameters.get(MIN_INSTANCES, ""))
     return None if maximum is None else Bounds(minimum or 1, maximum)
 
 

@@ -25,8 +25,8 @@ from shmserve.common.names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.class_source import USUAL_CLASS, class_attribute, served_class
-from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
+from shmserve.ipc.class_source import DEFAULT_CLASS_NAME, class_attribute, served_class
+from shmserve.ipc.engine_settings import LLM_BACKEND, EngineSettings
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
     ModelSpec,
@@ -289,7 +289,7 @@ class LoadPlanner:
                 return None
             folder, config = found
             samples = any(each.name == "sampling_parameters" for each in config.input)
-            if not (samples or config.backend in (GENERATIVE, "vllm")):
+            if not (samples or config.backend in (LLM_BACKEND, "vllm")):
                 return None
             path = folder.path / repository.ENGINE_FILE
             settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -335,7 +335,7 @@ def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str
     except (OSError, ValueError):  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
-    return text, name or USUAL_CLASS, f"{folder.name}/{within}"
+    return text, name or DEFAULT_CLASS_NAME, f"{folder.name}/{within}"
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shmserve.common.tasks import either
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.model_spec import IDLE_UNLOAD, idle_unload_s
+from shmserve.ipc.model_spec import IDLE_UNLOAD, parse_idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.autoscaler import private_bytes
 from shmserve.supervisor.models.lifecycle import Lifecycle
@@ -274,7 +274,7 @@ class OnDemand:
         return Resident(model.name, size, used_ns, must_stay, idle_ns, users)
 
     def _idle_s(self, version: ModelVersion) -> float:
-        limit_s = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
+        limit_s = parse_idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
         return self._context.config.idle_unload_s if limit_s is None else limit_s
 
     # --- reports of schedulers

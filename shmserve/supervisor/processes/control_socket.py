@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 from shmserve import logs
 from shmserve.common.trace_settings import TraceSettings
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.publications import Acknowledged
 from shmserve.ipc.messages.supervision import (
     RequestTraced,
@@ -340,12 +341,19 @@ class TraceControl:
 
         Returns:
             The settings of the model as the protocol shows them.
+
+        Raises:
+            InvalidArgument: The level is not OFF, but requests would not be traced.
         """
         if changes:
-            merged = self._changes.get(model, {}) | changes
+            before = self._changes.get(model)
+            merged = (before or {}) | changes
             self._changes[model] = {
                 key: value for key, value in merged.items() if value is not None
             }
+            if problem := self._of(model).problem:
+                self._changes[model] = before or {}
+                raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
         return self._of(model).shown()

@@ -37,10 +37,10 @@ import msgpack
 from shmserve.errors import ShmserveError
 from shmserve.ipc.processes import (
     die_with_parent,
-    end_sooner,
-    kill_marked,
-    name_process,
+    kill_marked_descendants,
+    raise_oom_score,
     renounce_privileges,
+    set_process_title,
     signal_at_parents_death,
 )
 from shmserve.supervisor.host.run_directory import clear, exclusive
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     def supervisor_ended() -> None:
         # The lock protects another zygote that is clearing the directory from being killed.
         with contextlib.suppress(OSError), exclusive(lock_fd):
-            kill_marked(supervisor_pid, run_dir)
+            kill_marked_descendants(supervisor_pid, run_dir)
             clear(run_dir, lock_fd)
         os._exit(0)
 
@@ -96,10 +96,10 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
-    end_sooner(OOM_SCORE_ADJ)
+    raise_oom_score(OOM_SCORE_ADJ)
     if os.getppid() != supervisor_pid:
         supervisor_ended()
-    name_process(title)
+    set_process_title(title)
     gc.disable()  # nearly all objects stay alive, and collections take a tenth of the import time
     for name in argv[5:]:
         loaded = pkgutil.resolve_name(name)
@@ -118,12 +118,12 @@ def main(argv: list[str]) -> int:
         if not data:
             supervisor_ended()
         if data == TAKE_OVER:
-            name_process(title)
+            set_process_title(title)
             continue
         link = _fork(link, supervisor_pid, fds)
         if os.getpid() != zygote_pid:
             zygote_pid = os.getpid()
-            name_process(f"spare {title}")
+            set_process_title(f"spare {title}")
             signal_at_parents_death(signal.SIGHUP)
             if os.getppid() != supervisor_pid:
                 supervisor_ended()

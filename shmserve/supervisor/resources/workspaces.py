@@ -242,7 +242,7 @@ def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:
     start = decode_start(WorkspaceStart, data)
     title = f"workspace cuda:{start.device_id}"
     logs.configure(title, start.log)
-    processes.name_process(title)
+    processes.set_process_title(title)
     # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

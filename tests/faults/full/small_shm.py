@@ -80,7 +80,7 @@ def fill_shared_memory(repository: Path) -> None:
     prefix = ["unshare", "-m", "sh", "-c", _MOUNT, "sh"]
     with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:
         enter = ["nsenter", "-t", str(server.pid), "-m", sys.executable, "-c", _PROGRAM]
-        told = subprocess.run(
+        completed = subprocess.run(
             [*enter, str(server.http_port)],
             cwd=ROOT,
             # The working directory changes when the process enters another mount namespace.
@@ -90,12 +90,12 @@ def fill_shared_memory(repository: Path) -> None:
             timeout=60,
             check=False,
         )
-        assert told.returncode == 0, told.stderr
-        found = json.loads(told.stdout)
-        status, text = found.pop("sparse")
+        assert completed.returncode == 0, completed.stderr
+        report = json.loads(completed.stdout)
+        status, text = report.pop("sparse")
         assert status == 503
         assert "shared memory is full" in text
-        assert found == {
+        assert report == {
             "small": 200,
             "infer": 200,
             "right": True,

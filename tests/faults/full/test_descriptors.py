@@ -42,7 +42,7 @@ def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]
     if name in ports:
         return socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", ports[name])
     local_clients = endpoints.local_client_folder(server.run_dir)
-    found = {
+    failures = {
         "control": lambda: server.run_dir / "control",
         "door": lambda: local_clients / "door",
         "guests": lambda: next(
@@ -56,7 +56,7 @@ def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]
         ),
     }[name]()
     kind = socket.SOCK_SEQPACKET if name == "door" else socket.SOCK_STREAM
-    return socket.AF_UNIX, kind, str(found)
+    return socket.AF_UNIX, kind, str(failures)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", _SOCKETS)
-def test_connections_that_say_nothing(server: Server, name: str) -> None:
+def test_many_silent_connections(server: Server, name: str) -> None:
     before = State.of(server)
     with scene(server) as stage:
         with crowded(server, name):

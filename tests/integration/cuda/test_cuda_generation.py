@@ -1,4 +1,6 @@
-"""Text generation on a real device: the texts of transformers, whatever else is generated."""
+"""Text generation on a real device: the texts equal those of transformers, also beside other
+requests.
+"""
 
 import json
 import urllib.request
@@ -55,18 +57,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = write_folder(tmp_path_factory.mktemp("oracle") / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    found: list[str] = []
+    texts: list[str] = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device="cuda")
-        made = model.generate(
+        generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=NEW,
             pad_token_id=0,
         )
-        found.append(tokenizer.decode(made[0, len(prompt) :].tolist(), skip_special_tokens=True))
-    return found
+        texts.append(
+            tokenizer.decode(generated[0, len(prompt) :].tolist(), skip_special_tokens=True)
+        )
+    return texts
 
 
 def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
@@ -79,12 +83,12 @@ def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
         f"http://{server.url}/v2/models/{model}/generate", json.dumps(body).encode()
     )
     with urllib.request.urlopen(request, timeout=120) as answered:
-        found: str = json.load(answered)["text_output"]
-    return found
+        text: str = json.load(answered)["text_output"]
+    return text
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "halves"])
-def test_texts_are_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
+def test_texts_equal_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
     alone = [text(server, model, prompt) for prompt in PROMPTS[:4]]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(lambda prompt: text(server, model, prompt), PROMPTS))
@@ -94,11 +98,11 @@ def test_texts_are_those_of_transformers(server: Server, expected: list[str], mo
 
 def test_weights_of_16_bits_generate(server: Server) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        found = list(pool.map(lambda prompt: text(server, "halves", prompt), PROMPTS))
-    assert all(found)
+        texts = list(pool.map(lambda prompt: text(server, "halves", prompt), PROMPTS))
+    assert all(texts)
 
 
-def test_what_was_sampled_with_a_seed_is_sampled_again(server: Server) -> None:
+def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
     drawn = [
         text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
         for seed in (7, 7, 8)

@@ -72,18 +72,18 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.url, concurrency=4) as made:
-        yield made
-        made.unregister_cuda_shared_memory()
+    with triton.InferenceServerClient(server.url, concurrency=4) as triton_client:
+        yield triton_client
+        triton_client.unregister_cuda_shared_memory()
 
 
 @pytest.fixture
 def region(shm: Any) -> Iterator[Any]:
     """Room for X and twice X."""
-    made = shm.create_shared_memory_region("r", 2 * SIZE, 0)
-    shm.set_shared_memory_region(made, [X])
-    yield made
-    shm.destroy_shared_memory_region(made)
+    handle = shm.create_shared_memory_region("r", 2 * SIZE, 0)
+    shm.set_shared_memory_region(handle, [X])
+    yield handle
+    shm.destroy_shared_memory_region(handle)
 
 
 class Child:
@@ -105,14 +105,14 @@ class Child:
 
 @pytest.fixture
 def exporter() -> Iterator[Callable[[int], Child]]:
-    made: list[Child] = []
+    children: list[Child] = []
 
     def start(byte_size: int) -> Child:
-        made.append(Child(byte_size))
-        return made[-1]
+        children.append(Child(byte_size))
+        return children[-1]
 
     yield start
-    for child in made:
+    for child in children:
         child.end()
 
 
@@ -130,12 +130,14 @@ def infer(client: triton.InferenceServerClient, source: str = "r", target: str =
 
 
 def second_half(shm: Any, region: Any) -> np.ndarray:
-    found: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [2 * SIDE, SIDE])[SIDE:]
-    return found
+    result: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [2 * SIDE, SIDE])[SIDE:]
+    return result
 
 
 def copied(server: Server) -> float:
-    """The bytes of inputs: an output is copied to its region, from device to device."""
+    """Return the number of copied input bytes. An output is copied to its region from device to
+    device.
+    """
     return server.metric("shmserve_copied_bytes_total", direction="in")
 
 
@@ -162,7 +164,9 @@ def test_register_and_infer(
         infer(client)
 
 
-def test_what_is_refused(client: triton.InferenceServerClient, shm: Any, region: Any) -> None:
+def test_invalid_cuda_handles_are_refused(
+    client: triton.InferenceServerClient, shm: Any, region: Any
+) -> None:
     handle = shm.get_raw_handle(region)
     invalid = "failed to register shared memory region: invalid args"
     for raw, device, size in (
@@ -186,8 +190,8 @@ def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) ->
         "byte_size": SIZE,
     }
     path = "/v2/cudasharedmemory/region/u/register"
-    wrong = "GPU-00000000-0000-0000-0000-000000000000"
-    reply = http.post(path, {**body, "device_uuid": wrong})
+    wrong_uuid = "GPU-00000000-0000-0000-0000-000000000000"
+    reply = http.post(path, {**body, "device_uuid": wrong_uuid})
     assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
     http.post(path, {**body, "device_uuid": uuid}).ok()
     http.post("/v2/cudasharedmemory/unregister").ok()
@@ -216,7 +220,7 @@ def test_unregister_in_flight(
         running = client.async_infer("twice", inputs, outputs=outputs)
         until_it_runs()
         client.unregister_cuda_shared_memory("r")
-        (listed,) = client.get_cuda_shared_memory_status()  # while it is in use
+        (listed,) = client.get_cuda_shared_memory_status()  # the region is in use
         assert listed["name"] == "r"
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)
@@ -243,7 +247,9 @@ def test_an_exporter_that_is_killed(
     region: Any,
     exporter: Callable[[int], Child],
 ) -> None:
-    """Whatever its region answers then, everybody else is served, if need be by a new worker."""
+    """Whatever the requests with its region return, all other clients are served, possibly by a
+    new worker.
+    """
     child = exporter(SIZE)
     client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
     client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)
@@ -252,8 +258,8 @@ def test_an_exporter_that_is_killed(
     try:
         infer(client, "theirs", "mine")
     except InferenceServerException as error:
-        found = error.status()
-        assert found in ("400", "500", "503"), found
+        status = error.status()
+        assert status in ("400", "500", "503"), status
     server.wait_ready()
     shm.set_shared_memory_region(region, [X])
     infer(client, "mine", "mine")

@@ -55,7 +55,7 @@ input [ {{ name: "%s" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
 instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
 """
-# A program that has a region, uses it, and says so.
+# A program that creates a region, uses it, and reports it.
 PROGRAM = f"""
 import sys, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
@@ -78,8 +78,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as made:
-        yield made
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
     gc.collect()
 
 
@@ -160,9 +160,10 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
     assert bool((y == 2).all())
 
 
-def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> None:
+def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
-        client.infer("twice", x=np.ones((1, SIDE), np.float32))  # what the worker itself takes
+        # The first request allocates the memory of the worker itself.
+        client.infer("twice", x=np.ones((1, SIDE), np.float32))
     before = used()
     command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
     for _ in range(2):
@@ -177,7 +178,7 @@ def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> Non
 
 
 def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) -> None:
-    wrong: list[int] = []
+    mismatches: list[int] = []
 
     def ask(number: int) -> None:
         with client.allocate(forms(), device="cuda:0") as region:
@@ -185,14 +186,14 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
             for _ in range(5):
                 client.infer("twice", region)
                 if not (region["y"].numpy() == 2 * number).all():
-                    wrong.append(number)
+                    mismatches.append(number)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not mismatches
 
     async def talk() -> None:
         async with aio.connect(server.run_dir) as other:
@@ -229,7 +230,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
-    """Row 21: within RLIMIT_MEMLOCK; a worker that cannot pin says so in its log."""
+    """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
     few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
         with client.allocate(few, pin=True) as region:
@@ -237,9 +238,9 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
             client.infer("twice", region)
             assert (region["y"] == 6).all()
     size = 16 * SIDE * 4
-    with SharedObject(2 * size) as made, server.http() as http:
-        made.write(np.full(16 * SIDE, 5, np.float32))
-        body = {"key": made.key, "byte_size": 2 * size, "pin": True}
+    with SharedObject(2 * size) as shared_object, server.http() as http:
+        shared_object.write(np.full(16 * SIDE, 5, np.float32))
+        body = {"key": shared_object.key, "byte_size": 2 * size, "pin": True}
         http.post("/v2/systemsharedmemory/region/pinned/register", body).ok()
         memory_range = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
         request = {
@@ -251,6 +252,6 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
             ],
         }
         http.infer("twice", request).ok()
-        assert (made.read(np.float32, 16 * SIDE, size) == 10).all()
+        assert (shared_object.read(np.float32, 16 * SIDE, size) == 10).all()
         http.unregister().ok()
     assert "cannot be pinned" not in server.log()

@@ -58,14 +58,14 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as made:
-        yield made
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
 
 
 def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:
     x = np.ones((1, 1), np.float32)
-    found: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
-    return found
+    outputs: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
+    return outputs
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -16,12 +16,12 @@ def floats(*values: float) -> np.ndarray:
 
 
 def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
-    made = []
+    clients = []
     for name, array in arrays.items():
         infer_input = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
         infer_input.set_data_from_numpy(array)
-        made.append(infer_input)
-    return made
+        clients.append(infer_input)
+    return clients
 
 
 def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferResult:

@@ -77,8 +77,8 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def client(generative: Server) -> Iterator[openai.OpenAI]:
     """Yield the client of OpenAI's API."""
-    with client_of(generative) as made:
-        yield made
+    with client_of(generative) as openai_client:
+        yield openai_client
 
 
 def client_of(server: Server) -> openai.OpenAI:
@@ -123,8 +123,8 @@ def greedy(oracle: Oracle) -> Greedy:
 
     @functools.cache
     def tokens(prompt: str, count: int) -> list[int]:
-        ((made, _),) = oracle(prompt, max_new_tokens=count)
-        return made
+        ((quantised, _),) = oracle(prompt, max_new_tokens=count)
+        return quantised
 
     return tokens
 
@@ -134,7 +134,7 @@ def beams(oracle: Oracle) -> Beams:
     """Return a function for the texts of a beam search, best first."""
 
     def texts(prompt: str, count: int, width: int) -> list[str]:
-        found = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)
-        return [text for _, text in found]
+        expected = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)
+        return [text for _, text in expected]
 
     return texts

@@ -38,29 +38,29 @@ COUNT = 12
 def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> list[int]:
     """Return the tokens that a model generates, by the native client's iterator."""
     settings = {"max_tokens": COUNT, "temperature": 0, "stream": True, **parameters}
-    given = {
+    fields = {
         "text_input": np.array([prompt.encode()], np.object_),
         "sampling_parameters": np.array([json.dumps(settings).encode()], np.object_),
     }
     with native.connect(run_dir=server.run_dir) as client:
-        responses = list(client.stream(model, given, outputs=["token_ids"]))
+        responses = list(client.stream(model, fields, outputs=["token_ids"]))
     return [int(token) for response in responses for token in response["token_ids"]]
 
 
 @pytest.mark.parametrize(
     ("model", "modes"), [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])]
 )
-def test_side_by_side_the_tokens_are_those_of_transformers(
+def test_concurrent_tokens_equal_those_of_transformers(
     generative: Server, greedy: Greedy, model: str, modes: list[str]
 ) -> None:
     # All prompts together need more blocks than the model "crowded" has, even with those on the
     # host.
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        made = pool.map(
+        texts_made = pool.map(
             lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
         )
-    for prompt, tokens in zip(PROMPTS, made, strict=True):
+    for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
         assert tokens == greedy(prompt, count), prompt
     for mode in modes:
         assert generative.metric("shmserve_llm_preemption", model=model, mode=mode)
@@ -107,16 +107,16 @@ ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "s
 
 
 @pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
-def test_what_others_do_changes_no_tokens(
+def test_other_clients_faults_change_no_tokens(
     generative: Server, greedy: Greedy, crime: Callable[[Server], None]
 ) -> None:
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        made = pool.map(
+        texts_made = pool.map(
             lambda prompt: token_ids(generative, "tight", prompt, max_tokens=count), PROMPTS
         )
         crime(generative)
-        for prompt, tokens in zip(PROMPTS, made, strict=True):
+        for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
             assert tokens == greedy(prompt, count), prompt
     until(
         "nothing is left",
@@ -129,49 +129,49 @@ def test_what_others_do_changes_no_tokens(
 
 
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
-    whole = client.completions.create(**asked)
+    request: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    unary = client.completions.create(**request)
     events = list(
-        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        client.completions.create(**request, stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
-    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert "".join(event.choices[0].text for event in events[:-1]) == unary.choices[0].text
+    assert events[-2].choices[0].finish_reason == unary.choices[0].finish_reason == "length"
     assert events[-1].choices == []
-    assert events[-1].usage == whole.usage
-    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    assert events[-1].usage == unary.usage
+    assert unary.usage is not None and unary.usage.completion_tokens == 24
 
 
 def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
-    asked: Any = {
+    request: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hello"}],
         "max_tokens": 8,
         "seed": 5,
     }
-    whole = client.chat.completions.create(**asked)
-    assert whole.choices[0].message.role == "assistant"
-    events = list(client.chat.completions.create(**asked, stream=True))
+    unary = client.chat.completions.create(**request)
+    assert unary.choices[0].message.role == "assistant"
+    events = list(client.chat.completions.create(**request, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
     text = "".join(event.choices[0].delta.content or "" for event in events)
-    assert text == whole.choices[0].message.content
-    assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert text == unary.choices[0].message.content
+    assert events[-1].choices[0].finish_reason == unary.choices[0].finish_reason
 
 
-def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
-    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> None:
+    request: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
+    unary = client.completions.create(**request, extra_body={"ignore_eos": True})
     texts = {0: "", 1: ""}
-    told: list[int] = []
-    for event in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+    records: list[int] = []
+    for event in client.completions.create(**request, stream=True, extra_body={"ignore_eos": True}):
         texts[event.choices[0].index] += event.choices[0].text
-        told.append(event.choices[0].index)
-    assert [*texts.values()] == [choice.text for choice in whole.choices]
-    assert told != sorted(told)
+        records.append(event.choices[0].index)
+    assert [*texts.values()] == [choice.text for choice in unary.choices]
+    assert records != sorted(records)
 
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first, second = (client.completions.create(**asked) for _ in range(2))
+    request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
+    first, second = (client.completions.create(**request) for _ in range(2))
     assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
     assert [each.text for each in first.choices] == [each.text for each in second.choices]
     assert first.choices[0].text != first.choices[1].text
@@ -182,9 +182,11 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
     completion = client.completions.create(
         model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2
     )
-    found = completion.choices[0].logprobs
-    assert found is not None and found.tokens is not None and found.top_logprobs is not None
-    assert len(found.tokens) == 3 and all(len(top) >= 1 for top in found.top_logprobs)
+    logprobs = completion.choices[0].logprobs
+    assert (
+        logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
+    )
+    assert len(logprobs.tokens) == 3 and all(len(top) >= 1 for top in logprobs.top_logprobs)
     chat = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "a"}],
@@ -198,14 +200,12 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
 
 
 def test_generate_and_its_stream(generative: Server, greedy: Greedy) -> None:
-    given = {"text_input": PROMPTS[1], "max_tokens": COUNT, "temperature": 0}
+    body = {"text_input": PROMPTS[1], "max_tokens": COUNT, "temperature": 0}
     with generative.http() as http:
-        whole = http.post("/v2/models/tiny/generate", given).ok().json()
-        bare = http.post(
-            "/v2/models/tiny/generate", {**given, "exclude_input_in_output": True}
-        ).ok()
-        events = http.post("/v2/models/tiny/generate_stream", {**given, "stream": True}).ok()
-    assert whole["text_output"] == PROMPTS[1] + bare.json()["text_output"]
+        unary = http.post("/v2/models/tiny/generate", body).ok().json()
+        bare = http.post("/v2/models/tiny/generate", {**body, "exclude_input_in_output": True}).ok()
+        events = http.post("/v2/models/tiny/generate_stream", {**body, "stream": True}).ok()
+    assert unary["text_output"] == PROMPTS[1] + bare.json()["text_output"]
     lines = events.body.decode().split("\n\n")
     pieces = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines if line]
     assert "".join(pieces) == bare.json()["text_output"]
@@ -241,8 +241,8 @@ def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
 
 def test_embeddings(client: openai.OpenAI) -> None:
     texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
-    found = client.embeddings.create(model="embedder", input=texts)
-    assert [row.embedding for row in found.data] == [[len(t), ord(t[0])] for t in texts]
+    embeddings = client.embeddings.create(model="embedder", input=texts)
+    assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
     plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
     assert plain.data[0].embedding == [3, ord("x")]
 
@@ -254,8 +254,8 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
     assert [card["root"] for card in extra] == ["tiny", "tiny", "embedder"]
     assert [bool(card["max_model_len"]) for card in extra] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
-    made = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
-    assert made.model == "tiny"
+    completion = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
+    assert completion.model == "tiny"
     assert client.models.retrieve("tiny").owned_by == "shmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
@@ -263,17 +263,17 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("prompt", [*PROMPTS, "", "  two spaces"])
-def test_texts_and_tokens_are_those_of_transformers(
+def test_tokenize_and_detokenize_equal_transformers(
     generative: Server, tokenizer: Any, prompt: str, special: bool
 ) -> None:
     body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
     ids = tokenizer(prompt, add_special_tokens=special).input_ids
     with generative.http() as http:
-        found = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
+        tokenized = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
         text = http.post("/detokenize", {"model": "tiny", "tokens": ids}).ok().json()
-    assert (found["tokens"], found["count"]) == (ids, len(ids))
-    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
-    assert found["max_model_len"] > 1
+    assert (tokenized["tokens"], tokenized["count"]) == (ids, len(ids))
+    assert tokenized["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert tokenized["max_model_len"] > 1
     assert text == {"prompt": tokenizer.decode(ids)}
 
 
@@ -282,10 +282,10 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
     for generation in (True, False):
         body = {"model": "tiny", "messages": messages, "add_generation_prompt": generation}
         with generative.http() as http:
-            found = http.post("/tokenize", body).ok().json()
+            tokenized = http.post("/tokenize", body).ok().json()
         kind = {"tokenize": True, "return_dict": False, "add_generation_prompt": generation}
-        assert found["tokens"] == tokenizer.apply_chat_template(messages, **kind)
-        assert found["token_strs"] is None
+        assert tokenized["tokens"] == tokenizer.apply_chat_template(messages, **kind)
+        assert tokenized["token_strs"] is None
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted(
+def test_requests_that_cannot_be_converted_are_refused(
     generative: Server, path: str, body: Any, status: int, param: str | None
 ) -> None:
     with generative.http() as http:
@@ -322,15 +322,15 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
         def listed() -> dict[str, Any]:
-            found = client.models.list()
-            return {model.id: (model.model_extra or {})["max_model_len"] for model in found}
+            models = client.models.list()
+            return {model.id: (model.model_extra or {})["max_model_len"] for model in models}
 
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
         assert client.models.retrieve("night").id == "night"
         # Retrieving a model does not load it.
         assert listed() == dict.fromkeys(("first", "asleep", "night"))
-        made = client.completions.create(model="night", prompt="a", max_tokens=1)
-        assert made.model == "first"
+        completion = client.completions.create(model="night", prompt="a", max_tokens=1)
+        assert completion.model == "first"
         assert all(listed().values())
         with server.http() as http:
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
@@ -387,22 +387,22 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: str) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
+    request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
-    text = client.completions.create(prompt="a", **asked).choices[0].text
-    said = client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+    text = client.completions.create(prompt="a", **request).choices[0].text
+    said = client.chat.completions.create(messages=messages, **request).choices[0].message.content
     assert {text, said} <= {"yes", "no"}
 
 
 def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 6, "seed": 3, "logprobs": 0}
+    request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 6, "seed": 3, "logprobs": 0}
 
     def likelihood(choice: Any) -> float:
         values = choice.logprobs.token_logprobs
         return sum(values) / len(values)
 
-    every = client.completions.create(**asked, n=9)
-    best = client.completions.create(**asked, n=2, best_of=9)
+    every = client.completions.create(**request, n=9)
+    best = client.completions.create(**request, n=2, best_of=9)
     ranked = sorted(every.choices, key=likelihood, reverse=True)
     assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
     assert [each.index for each in best.choices] == [0, 1]
@@ -410,20 +410,20 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    made = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
-    assert [choice.index for choice in made.choices] == list(range(5))
-    assert made.usage is not None and made.usage.completion_tokens == 15
+    completion = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
+    assert [choice.index for choice in completion.choices] == list(range(5))
+    assert completion.usage is not None and completion.usage.completion_tokens == 15
 
 
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
-    text = client.completions.create(**asked).choices[0].text
+    request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
+    text = client.completions.create(**request).choices[0].text
     word = next(character for character in text[3:] if character.isascii())
-    other = client.completions.create(**asked, extra_body={"bad_words": [word]}).choices[0].text
+    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
     assert word in text and word not in other
 
 
-def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
+def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 
     def ask(_: int) -> tuple[int, str | None]:
@@ -446,17 +446,17 @@ def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
 def test_a_beam_search_finds_what_transformers_finds(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt=prompt, max_tokens=COUNT, n=3, extra_body={"use_beam_search": True}
     )
-    assert [choice.text for choice in found.choices] == beams(prompt, COUNT, 3)
+    assert [choice.text for choice in completion.choices] == beams(prompt, COUNT, 3)
 
 
 @pytest.mark.parametrize("model", ["guessing", "drafting"])
 def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
-        made = token_ids(generative, model, prompt, max_tokens=60)
-        assert made == greedy(prompt, 60)
+        tokens = token_ids(generative, model, prompt, max_tokens=60)
+        assert tokens == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
     first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
     assert first == second

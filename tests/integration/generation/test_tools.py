@@ -83,8 +83,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with client_of(server) as made:
-        yield made
+    with client_of(server) as openai_client:
+        yield openai_client
 
 
 def asked(model: str, **more: Any) -> dict[str, Any]:
@@ -129,21 +129,21 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
     tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
     more = {"tool_choice": "required"} if choice == "required" else {}
     body = asked(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
-    (made,) = client.chat.completions.create(**body).choices
+    (completion,) = client.chat.completions.create(**body).choices
     # The grammar prescribes another spelling than the scripted text.
-    if made.finish_reason == "length":
+    if completion.finish_reason == "length":
         return
-    (call,) = made.message.tool_calls or []
+    (call,) = completion.message.tool_calls or []
     assert call.type == "function" and json.loads(call.function.arguments)["city"]
 
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
     body = asked("long", tools=TOOLS)
-    found = streamed(client, body, kill=server)
-    assert (json.loads(found[2]), found[3]) == (SCRIPTS["long"][3], "tool_calls")
+    answers = streamed(client, body, kill=server)
+    assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 
-def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
+def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     for more in ({}, {"tools": TOOLS}):
         body = asked("thinks", response_format=form, max_tokens=60, **more)
@@ -154,9 +154,9 @@ def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**asked("opened"))
-    assert whole.choices[0].message.to_dict()["reasoning_content"] == "hm"
-    assert whole.choices[0].message.content == "yes"
+    unary = client.chat.completions.create(**asked("opened"))
+    assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
+    assert unary.choices[0].message.content == "yes"
     assert streamed(client, asked("opened")) == ["yes", "hm", "", "stop"]
     hidden = client.chat.completions.create(
         **asked("opened"), extra_body={"include_reasoning": False}
@@ -188,5 +188,5 @@ def test_errors_of_responses(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="responses are not stored") as raised:
         client.responses.create(model="loop", input="a", previous_response_id="resp_1")
     assert raised.value.param == "previous_response_id"
-    made = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
-    assert (made.status, made.to_dict()["store"]) == ("incomplete", False)
+    completion = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
+    assert (completion.status, completion.to_dict()["store"]) == ("incomplete", False)

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.support.servers import Server, hold_ports, port_of
 from tests.support.waiting import until
 
 START_S = 600.0
+FRESH_S = 1.0  # metrics are reported twice a second
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -40,6 +42,7 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 480, "ignore_eos": True}
 THINK = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
@@ -50,7 +53,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def post(port: int, path: str, body: dict[str, Any]) -> str:
-    """The body of a response with status 200."""
+    """Return the body of a response with status 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -65,7 +68,7 @@ def complete(port: int, prompt: str = "the", **more: Any) -> str:
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
-    """The text and the finish reason of a request."""
+    """Return the text and the finish reason of a request."""
     body = {"model": "tiny", "max_tokens": 40, **kind}
     messages = [{"role": "user", "content": prompt}]
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -159,7 +162,7 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=["whole", "stream", "sampled"])
-def test_texts_are_those_of_vllm_s_server(
+def test_texts_equal_those_of_vllms_server(
     server: Server, peer: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
@@ -168,9 +171,9 @@ def test_texts_are_those_of_vllm_s_server(
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, peer: int) -> None:
-    asked: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
+    request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
     mine, theirs = (
-        json.loads(complete(port, **asked))["choices"][0] for port in (server.http_port, peer)
+        json.loads(complete(port, **request))["choices"][0] for port in (server.http_port, peer)
     )
     assert mine["text"] == theirs["text"]
     for name in ("tokens", "text_offset"):
@@ -203,19 +206,13 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice:
 
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
-        asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
-        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
+        request = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **request), range(200)))
     assert all(body.count('"finish_reason":"length"') == 1 for body in found)
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    asked = {
-        "model": "tiny",
-        "prompt": "the",
-        "max_tokens": 450,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    asked, before = {**LONG, "stream": True}, generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
@@ -224,7 +221,7 @@ def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None
     for connection in connections:
         connection.getresponse().read(100)
         connection.close()
-    until("nothing runs", lambda: is_idle(server), 10.0)
+    assert aborted(server, before, 20 * LONG["max_tokens"])
 
 
 def gauge(server: Server, begin: str) -> list[float]:
@@ -244,27 +241,37 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
     return found
 
 
-def is_idle(server: Server) -> bool:
-    return gauge(server, "vllm:num_requests_running{") == [0.0]
+def generated(server: Server) -> float:
+    """Return the number of tokens that the engine has generated so far."""
+    time.sleep(FRESH_S)
+    return sum(gauge(server, "vllm:generation_tokens_total{"))
+
+
+def aborted(server: Server, before: float, most: int) -> bool:
+    """Return whether the engine stops before it has generated `most` further tokens."""
+    time.sleep(FRESH_S)
+    running = "vllm:num_requests_running{"
+    until("nothing runs", lambda: gauge(server, running) == [0.0], 10.0)
+    return generated(server) < before + most
 
 
 def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
-    asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
+    request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
     plain, mine = (
-        json.loads(complete(server.http_port, **asked, **more))["choices"][0]["text"]
+        json.loads(complete(server.http_port, **request, **more))["choices"][0]["text"]
         for more in ({}, {"lora_name": "french"})
     )
-    theirs = json.loads(complete(peer, **asked, model="french"))["choices"][0]["text"]
+    theirs = json.loads(complete(peer, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
     status, found = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
     assert "there is no adapter 'x'" in found["error"]["message"]
-    given = {"text_input": "the", "exclude_input_in_output": True}
-    sampled = json.dumps({"lora_name": "french", **asked})
+    body = {"text_input": "the", "exclude_input_in_output": True}
+    sampled = json.dumps({"lora_name": "french", **request})
     status, found = posted(
-        server.http_port, "/v2/models/tiny/generate", {**given, "sampling_parameters": sampled}
+        server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
     assert (status, found["text_output"]) == (200, mine)
 
@@ -302,7 +309,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     assert any(each["reasoning"] and each["content"] for each in found[0])
 
 
-def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
+def test_tokens_equal_those_of_vllms_server(server: Server, peer: int) -> None:
     messages = [{"role": "user", "content": "naïve 東京"}]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
@@ -327,7 +334,7 @@ def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled = {"max_tokens": 480, "ignore_eos": True}
+    sampled, before = {"max_tokens": 480, "ignore_eos": True, "n": 16}, generated(server)
     if limit == "parameter":
         body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
         path, body["parameters"] = "/v2/models/tiny/generate", {"deadline_us": 300_000}
@@ -338,15 +345,18 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     status, found = posted(server.http_port, path, body, **headers)
     assert status == (400 if limit == "parameter" else 503), found
     assert "Request timeout expired (300000 microseconds" in json.dumps(found)
-    until("nothing runs", lambda: is_idle(server), 10.0)
+    assert aborted(server, before, 16 * 480)
 
 
 def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
-    """As in vLLM, the lowest number is first."""
+    """As in vLLM, the lowest number is first.
+
+    Metrics are reported twice a second, so the requests must wait for longer than that.
+    """
     ended: list[int] = []
 
     def ask(priority: int) -> None:
-        sampled: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "priority": priority}
+        sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
         ended.append(priority)
 
@@ -360,12 +370,9 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
-    def tokens() -> float:
-        return sum(gauge(server, "vllm:generation_tokens_total{"))
-
-    before = tokens()
+    before = generated(server)
     complete(server.http_port, max_tokens=400, ignore_eos=True)
-    until("the tokens are counted", lambda: tokens() >= before + 400, 5.0)
+    until("the tokens are counted", lambda: generated(server) >= before + 400, 5.0)
     assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
 
 
@@ -379,7 +386,7 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 
 def shared_memory(server: Server) -> set[str]:
-    """The objects of Python's multiprocessing that the server's processes use."""
+    """Return the objects of Python's multiprocessing that the server's processes use."""
     found = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -397,18 +404,20 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
         if word in " ".join(child.cmdline())
     )
     before = shared_memory(server)
-    with ThreadPoolExecutor(1) as pool:
-        asked: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "stream": True}
-        told = pool.submit(complete, server.http_port, **asked)
-        until("it runs", lambda: any(gauge(server, "vllm:num_requests_running{")), 10.0)
-        os.kill(process.pid, signal.SIGKILL)
-        assert "worker died" in told.result()
+    request = {**LONG, "stream": True, "n": 64}
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
+    connection.request("POST", "/v1/completions", json.dumps(request))
+    response = connection.getresponse()
+    assert response.read(100)  # the engine generates
+    os.kill(process.pid, signal.SIGKILL)
+    assert b"worker died" in response.read()
+    connection.close()
     assert complete(server.http_port, max_tokens=3)
     assert before
     until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)
 
 
-def test_an_ended_server_leaves_nothing(server: Server) -> None:
+def test_a_stopped_server_leaks_nothing(server: Server) -> None:
     """The last test, because the others need the server."""
     before = shared_memory(server)
     assert before

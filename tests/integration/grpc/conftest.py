@@ -50,10 +50,10 @@ class Way:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("clients") / "models"
-    made.mkdir()
-    repositories.add(made, *_MODELS)
-    return made
+    folder_path = tmp_path_factory.mktemp("clients") / "models"
+    folder_path.mkdir()
+    repositories.add(folder_path, *_MODELS)
+    return folder_path
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +81,17 @@ def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def unix_socket(server: Server) -> Path:
-    """Where it serves gRPC beside TCP."""
+    """Return the path of the Unix socket on which the server serves gRPC beside TCP."""
     (flag,) = (each for each in server.command if each.startswith("--grpc-unix-socket="))
     return Path(flag.partition("=")[2])
 
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
 def door(request: pytest.FixtureRequest) -> Way:
-    found: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
+    way: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
     if request.param == "unix":
-        return Way(found.server, f"unix:{unix_socket(found.server)}")
-    return found
+        return Way(way.server, f"unix:{unix_socket(way.server)}")
+    return way
 
 
 @pytest.fixture(params=["whole", "cut"])

@@ -36,8 +36,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(server.grpc_url) as made:
-        yield made
+    with triton.InferenceServerClient(server.grpc_url) as triton_client:
+        yield triton_client
 
 
 def simple_inputs() -> list[triton.InferInput]:
@@ -67,18 +67,18 @@ def test_the_configuration_is_the_one_of_http(
     client: triton.InferenceServerClient, server: Server
 ) -> None:
     with server.http() as http:
-        shown = http.get("/v2/models/simple/config").ok().json()
+        reply = http.get("/v2/models/simple/config").ok().json()
     config = client.get_model_config("simple", as_json=True)["config"]
-    assert config["name"] == shown["name"] == "simple"
-    assert config["max_batch_size"] == shown["max_batch_size"]
+    assert config["name"] == reply["name"] == "simple"
+    assert config["max_batch_size"] == reply["max_batch_size"]
     assert config["input"] == [
         {"name": t["name"], "data_type": t["data_type"], "dims": list(map(str, t["dims"]))}
-        for t in shown["input"]
+        for t in reply["input"]
     ]
 
 
 def test_an_inference(client: triton.InferenceServerClient) -> None:
-    for again in range(3):  # the second one follows the plan of the first
+    for again in range(3):  # the later requests reuse the plan of the first
         result = client.infer("simple", simple_inputs(), request_id=f"r{again // 2}")
         assert (result.as_numpy("OUTPUT0") == A + B).all()
         assert (result.as_numpy("OUTPUT1") == A - B).all()
@@ -89,8 +89,8 @@ def test_an_inference(client: triton.InferenceServerClient) -> None:
 
 
 def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -> None:
-    wanted = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
-    for outputs in (wanted, wanted[:1], wanted[::-1]):
+    requested_outputs = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
+    for outputs in (requested_outputs, requested_outputs[:1], requested_outputs[::-1]):
         result = client.infer("simple", simple_inputs(), outputs=outputs)
         assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
         assert (result.as_numpy("OUTPUT1") == A - B).all()
@@ -99,8 +99,8 @@ def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -
 def test_asyncio(server: Server) -> None:
     async def ask() -> list[triton.InferResult]:
         async with triton_aio.InferenceServerClient(server.grpc_url) as client:
-            asked = [client.infer("simple", simple_inputs()) for _ in range(20)]
-            return await asyncio.gather(*asked)
+            pending_calls = [client.infer("simple", simple_inputs()) for _ in range(20)]
+            return await asyncio.gather(*pending_calls)
 
     assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(ask()))
 
@@ -116,7 +116,9 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
-    """The rest wait at the client; none is refused, however fast one comes after the other."""
+    """The further calls wait at the client; none is refused, however fast calls follow each
+    other.
+    """
     async with grpc.aio.insecure_channel(server.grpc_url) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -190,8 +192,8 @@ def test_typed_contents_of_every_datatype(server: Server) -> None:
             grpc.RpcError, match="unable to find data for input tensor 'INPUT_FP16'"
         ):
             call.ModelInfer(request)
-        with SharedObject(16) as made, server.http() as http:
-            http.register("halves", made.key, 16).ok()
+        with SharedObject(16) as shared_object, server.http() as http:
+            http.register("halves", shared_object.key, 16).ok()
             for tensor in request.inputs[-2:]:
                 memory_range(tensor, "halves", 4)
             response = call.ModelInfer(request)
@@ -204,7 +206,7 @@ def test_typed_contents_of_every_datatype(server: Server) -> None:
             assert array is not None and raw == array.tobytes(), output.datatype
 
 
-def test_what_the_model_sees(client: triton.InferenceServerClient) -> None:
+def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServerClient) -> None:
     tensor = triton.InferInput("INPUT0", [1], "INT32")
     tensor.set_data_from_numpy(np.zeros(1, np.int32))
     result = client.infer(
@@ -217,10 +219,14 @@ def test_what_the_model_sees(client: triton.InferenceServerClient) -> None:
         timeout=5_000_000,
         parameters={"text": "a", "whole": -3, "truth": True, "real": 0.5},
     )
-    told = json.loads(result.as_numpy("OUTPUT0")[0])
-    assert told["id"] == "me" and told["correlation_id"] == "seven" and told["flags"] == 1
-    assert told["timeout"] == 5_000_000
-    assert told["parameters"] == {"text": "a", "whole": -3, "truth": True, "real": 0.5}
+    seen_request = json.loads(result.as_numpy("OUTPUT0")[0])
+    assert (
+        seen_request["id"] == "me"
+        and seen_request["correlation_id"] == "seven"
+        and seen_request["flags"] == 1
+    )
+    assert seen_request["timeout"] == 5_000_000
+    assert seen_request["parameters"] == {"text": "a", "whole": -3, "truth": True, "real": 0.5}
     assert result.get_response().parameters["answered"].bool_param
 
 
@@ -266,28 +272,28 @@ def test_a_region_through_both_listeners(
     server: Server, client: triton.InferenceServerClient
 ) -> None:
     array = np.arange(256, dtype=np.float32)
-    with SharedObject(4096) as made, server.http() as http:
-        made.write(array)
-        client.register_system_shared_memory("both", made.key, 4096)
+    with SharedObject(4096) as shared_object, server.http() as http:
+        shared_object.write(array)
+        client.register_system_shared_memory("both", shared_object.key, 4096)
         request = {
             "inputs": [shm_input("INPUT0", "FP32", [256], "both", 1024)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("both", 1024, 1024)}],
         }
         http.infer("identity", request).ok()
-        assert (made.read(np.float32, 256, 1024) == array).all()
+        assert (shared_object.read(np.float32, 256, 1024) == array).all()
         http.unregister("both").ok()
         assert not client.get_system_shared_memory_status().regions
 
-        http.register("both", made.key, 4096).ok()
+        http.register("both", shared_object.key, 4096).ok()
         tensor = triton.InferInput("INPUT0", [256], "FP32")
         tensor.set_shared_memory("both", 1024)
         output = triton.InferRequestedOutput("OUTPUT0")
         output.set_shared_memory("both", 1024, offset=2048)
         result = client.infer("identity", [tensor], outputs=[output])
-        assert (made.read(np.float32, 256, 2048) == array).all()
+        assert (shared_object.read(np.float32, 256, 2048) == array).all()
         assert list(result.get_response().raw_output_contents) == [b""]
         status = client.get_system_shared_memory_status("both").regions["both"]
-        assert (status.name, status.key) == ("both", made.key)
+        assert (status.name, status.key) == ("both", shared_object.key)
         assert (status.offset, status.byte_size) == (0, 4096)
         client.unregister_system_shared_memory("both")
         with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
@@ -296,9 +302,9 @@ def test_a_region_through_both_listeners(
 
 def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
     """`raw_input_contents` has entries for the inputs that are in no region only."""
-    with SharedObject(4096) as made, stub(server) as call, server.http() as http:
-        made.write(A)
-        http.register("mixed", made.key, 4096).ok()
+    with SharedObject(4096) as shared_object, stub(server) as call, server.http() as http:
+        shared_object.write(A)
+        http.register("mixed", shared_object.key, 4096).ok()
         request = simple_request()
         memory_range(request.inputs[0], "mixed", 64)
         del request.raw_input_contents[0]
@@ -311,7 +317,7 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
             zip((o.name for o in response.outputs), response.raw_output_contents, strict=True)
         )
         assert by_name == {"OUTPUT0": b"", "OUTPUT1": (A - B).tobytes()}
-        assert (made.read(np.int32, 16, 64) == (A + B)[0]).all()
+        assert (shared_object.read(np.int32, 16, 64) == (A + B)[0]).all()
         http.unregister("mixed").ok()
 
 
@@ -332,11 +338,11 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
     failures = "nv_inference_request_failure"
     before = server.metric(failures, model="gated")
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-        client.infer("gated", [tensor], client_timeout=1)  # time enough to arrive
+        client.infer("gated", [tensor], client_timeout=1)  # long enough for the request to arrive
     visit = server.gate.next()
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
         client.infer("gated", [tensor], client_timeout=1)
-    server.wait_pending("gated", 0)  # the second one left the queue
+    server.wait_pending("gated", 0)  # the second request left the queue
     visit.release()
     until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
     assert server.gate.is_idle()

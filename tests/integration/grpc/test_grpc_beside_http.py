@@ -80,9 +80,9 @@ def row(values: np.ndarray = VALUES) -> list[Any]:
 def from_region(name: str) -> tuple[list[Any], list[Any]]:
     tensor = triton.InferInput("INPUT0", [VALUES.size], "FP32")
     tensor.set_shared_memory(name, SIZE)
-    wanted = triton.InferRequestedOutput("OUTPUT0")
-    wanted.set_shared_memory(name, SIZE, SIZE)
-    return [tensor], [wanted]
+    requested_outputs = triton.InferRequestedOutput("OUTPUT0")
+    requested_outputs.set_shared_memory(name, SIZE, SIZE)
+    return [tensor], [requested_outputs]
 
 
 def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = None) -> None:
@@ -91,7 +91,7 @@ def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = Non
 
 
 def refused(action: Callable[[], object]) -> tuple[str, str]:
-    """The code and the text that a call is refused with."""
+    """Return the code and the text of a refused call."""
     with pytest.raises(InferenceServerException) as caught:
         action()
     return caught.value.status(), caught.value.message()
@@ -107,20 +107,20 @@ def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
         for name in ("INPUT0", "INPUT1"):
             tensor = triton.InferInput(name, [1, 16], "INT32")
             tensors.append(tensor.set_data_from_numpy(a + (name == "INPUT1")))
-        found = client.infer("simple", tensors, request_id="7")
-        assert found.get_response().id == "7"
-        assert (found.as_numpy("OUTPUT0") == 2 * a + 1).all()
-        assert (found.as_numpy("OUTPUT1") == -1).all()
+        result = client.infer("simple", tensors, request_id="7")
+        assert result.get_response().id == "7"
+        assert (result.as_numpy("OUTPUT0") == 2 * a + 1).all()
+        assert (result.as_numpy("OUTPUT1") == -1).all()
 
 
 def test_sizes(client: triton.InferenceServerClient) -> None:
     for count in (0, 1, 1024, 1 << 20):
         values = np.arange(count, dtype=np.float32)
-        found = client.infer("identity", row(values)).as_numpy("OUTPUT0")
-        assert (found == values).all()
+        output = client.infer("identity", row(values)).as_numpy("OUTPUT0")
+        assert (output == values).all()
 
 
-def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
+def test_errors_have_grpc_codes_and_texts(client: triton.InferenceServerClient) -> None:
     code, text = refused(lambda: client.infer("nobody", row()))
     assert code == "StatusCode.NOT_FOUND"
     assert "'nobody' is not found" in text
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
     assert refused(lambda: client.infer("identity", [tensor]))[0] == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_what_others_ask(client: triton.InferenceServerClient) -> None:
+def test_all_metadata_calls_work(client: triton.InferenceServerClient) -> None:
     assert client.is_server_ready()
     assert client.is_model_ready("identity")
     assert client.get_server_metadata().name == "triton"
@@ -147,11 +147,11 @@ def test_what_others_ask(client: triton.InferenceServerClient) -> None:
 
 
 def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     done = threading.Semaphore(0)
 
     def take(result: Any, error: Any) -> None:
-        found.append(error if result is None else result.get_response().id)
+        results.append(error if result is None else result.get_response().id)
         done.release()
 
     client.start_stream(take)
@@ -163,18 +163,18 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
             assert done.acquire(timeout=20)
     finally:
         client.stop_stream()
-    assert "'nobody' is not found" in str(found.pop(3))
-    assert found == ["0", "1", "2", "4", "5", "6", "7"]
+    assert "'nobody' is not found" in str(results.pop(3))
+    assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
-def test_an_overlap_in_a_stream_says_whose_it_is(
+def test_an_overlap_in_a_stream_names_its_request(
     server: Server, client: triton.InferenceServerClient
 ) -> None:
     """Also where the same request was understood before."""
     request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
     memory_range(request.outputs.add(name="OUTPUT0"), "twice", 16)
-    with SharedObject(SIZE) as made, stub(server) as call:
-        client.register_system_shared_memory("twice", made.key, SIZE)
+    with SharedObject(SIZE) as shared_object, stub(server) as call:
+        client.register_system_shared_memory("twice", shared_object.key, SIZE)
         right = call.ModelInfer.future(request, timeout=20)
         running = server.gate.next()
         (refusal,) = call.ModelStreamInfer(iter([request]), timeout=20)
@@ -198,31 +198,31 @@ def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerCl
 def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
-    """R6: usable over the other listener in the next call, and gone in the next."""
-    with SharedObject(2 * SIZE) as made:
-        made.write(VALUES)
+    """R6: a region is usable over the other listener in the next call, and removed there, too."""
+    with SharedObject(2 * SIZE) as shared_object:
+        shared_object.write(VALUES)
         for _ in range(5):
-            made.write(bytes(SIZE), SIZE)
-            http.register("over", made.key, 2 * SIZE).ok()
-            for _ in range(2):  # the second time by what the first left
+            shared_object.write(bytes(SIZE), SIZE)
+            http.register("over", shared_object.key, 2 * SIZE).ok()
+            for _ in range(2):  # the second request uses the schema of the first
                 infer_in(client, "over")
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             listed = client.get_system_shared_memory_status().regions
-            assert (listed["over"].key, listed["over"].byte_size) == (made.key, 2 * SIZE)
+            assert (listed["over"].key, listed["over"].byte_size) == (shared_object.key, 2 * SIZE)
             client.unregister_system_shared_memory("over")
             assert http.regions().json() == []
             code, text = refused(lambda: infer_in(client, "over"))
             assert code == "StatusCode.NOT_FOUND"
             assert "Unable to find shared memory region: 'over'" in text
 
-            made.write(bytes(SIZE), SIZE)
-            client.register_system_shared_memory("over", made.key, 2 * SIZE)
+            shared_object.write(bytes(SIZE), SIZE)
+            client.register_system_shared_memory("over", shared_object.key, 2 * SIZE)
             request = {
                 "inputs": [shm_input("INPUT0", "FP32", [VALUES.size], "over", SIZE)],
                 "outputs": [{"name": "OUTPUT0", "parameters": in_region("over", SIZE, SIZE)}],
             }
             http.infer("identity", request).ok()
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             http.unregister("over").ok()
             assert not client.get_system_shared_memory_status().regions
             assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
@@ -237,7 +237,7 @@ def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
 
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
-    """R5: over gRPC on loopback a user has what is its own, and nothing else."""
+    """R5: over gRPC on loopback a user sees and uses only its own regions."""
     with contextlib.ExitStack() as stack:
         alice, bob = (
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
@@ -271,7 +271,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path, start: Start) -> Server:
-    """A server that listens for everybody who has a token."""
+    """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
     tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n")
@@ -296,7 +296,7 @@ def bearer(token: str, **more: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
+    """R18: without a token every API except health is refused."""
     assert stranger.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for ask in (
@@ -311,8 +311,8 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
             assert "token" in text
 
 
-def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
-    """It is refused before its requests are here: they can be of 2 GB, and as many as it likes."""
+def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
+    """The connection is refused before its requests are read, which may have 2 GB each."""
     never = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -324,7 +324,7 @@ def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
             for path, rpc in RPCS.items():
                 if rpc.scope == "health":
                     continue
-                # Many: of some calls gRPC's own way is asked for, of most ours.
+                # Some calls use gRPC's general code path, and most use the fast one.
                 calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
@@ -335,15 +335,15 @@ def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
 
 
 def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     done = threading.Event()
 
     def take(result: Any, error: Any) -> None:
-        found.append((result, error))
+        results.append((result, error))
         done.set()
 
     for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
-        found.clear()
+        results.clear()
         done.clear()
         stranger.start_stream(take, headers=headers)
         try:
@@ -352,15 +352,15 @@ def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> N
             assert done.wait(20)
         finally:
             stranger.stop_stream()
-        result, error = found[0]
+        result, error = results[0]
         assert (error and error.status()) == expected
         assert (result is None) == bool(expected)
 
 
 def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> None:
     headers = bearer(PROGRAM)
-    found = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
-    assert (found == VALUES).all()
+    output = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
+    assert (output == VALUES).all()
     assert stranger.get_server_metadata(headers).name == "triton"
     code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
     assert (code, text) == (
@@ -389,17 +389,18 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
 def test_other_hosts_have_no_regions(
     guarded: Server, stranger: triton.InferenceServerClient
 ) -> None:
-    """R3: over a listener that other hosts reach there are none, even for who has them over
-    HTTP."""
+    """R3: a listener for other hosts has no regions, not even for a client that has some over
+    HTTP.
+    """
     headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as made, guarded.http() as http:
+    with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(
             lambda: stranger.register_system_shared_memory(
-                "one", made.key, 2 * SIZE, headers=headers
+                "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
         assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
-        register = {"key": made.key, "byte_size": 2 * SIZE}
+        register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
         assert not stranger.get_system_shared_memory_status(headers=headers).regions
@@ -409,15 +410,17 @@ def test_other_hosts_have_no_regions(
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
 
-def test_no_regions_for_anybody(tmp_path: Path) -> None:
+def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
     """`--allow-client-shm=false` closes loopback too."""
     repositories.add(tmp_path / "models", "identity")
     with (
         running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as started,
         connected(started.grpc_port) as client,
-        SharedObject(SIZE) as made,
+        SharedObject(SIZE) as shared_object,
     ):
-        code, text = refused(lambda: client.register_system_shared_memory("one", made.key, SIZE))
+        code, text = refused(
+            lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
+        )
         assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
         assert not client.get_system_shared_memory_status().regions
 

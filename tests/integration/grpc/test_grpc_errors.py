@@ -1,4 +1,4 @@
-"""What is wrong with a request over gRPC, case by case: the status and Triton's words for it."""
+"""Invalid requests over gRPC, case by case: the status and Triton's text."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +24,8 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def call(server: Server) -> Iterator[Any]:
-    with stub(server) as made:
-        yield made
+    with stub(server) as grpc_stub:
+        yield grpc_stub
 
 
 def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
@@ -33,7 +33,7 @@ def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
 
 
 def of_input(**given: tuple[str, object]) -> Callable[[Any], None]:
-    """The first input, with parameters instead of data."""
+    """Return a request whose first input has parameters instead of data."""
 
     def change(request: Any) -> None:
         del request.raw_input_contents[0]
@@ -240,8 +240,8 @@ def test_a_refused_inference(call: Any, case: str) -> None:
     change, status, text = CASES[case]
     request = simple_request()
     change(request)
-    found, said = refusal(call.ModelInfer, request)
-    assert (found, said.partition(" (0 are registered")[0]) == (status, text)
+    code, said = refusal(call.ModelInfer, request)
+    assert (code, said.partition(" (0 are registered")[0]) == (status, text)
 
 
 def load(**parameters: tuple[str, object]) -> Any:
@@ -259,7 +259,7 @@ def unload() -> Any:
 
 EXPLICIT = (
     "explicit model load / unload is not allowed if polling is enabled (--model-control-mode is "
-    "none, and has to be explicit)"
+    "none; restart the server with explicit)"
 )
 NO_REPOSITORY = "'repository_name' specification is not supported"
 OTHERS: dict[str, tuple[str, Any, str, str]] = {
@@ -376,11 +376,13 @@ def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
     """They refuse some statuses of more than 8 KB, and all of more than 16."""
     request = simple_request()
     request.outputs.add(name=name)
-    whole = f"unexpected inference output '{name}' for model 'simple'"
+    message = f"unexpected inference output '{name}' for model 'simple'"
     for _ in range(8):
         status, text = refusal(call.ModelInfer, request)
         assert status == BAD
-        assert text == whole if len(name) == 6000 else whole.startswith(text.removesuffix("..."))
+        assert (
+            text == message if len(name) == 6000 else message.startswith(text.removesuffix("..."))
+        )
 
 
 def test_bytes_that_are_no_request(server: Server) -> None:

@@ -74,7 +74,7 @@ def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
 
 
 def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
-    """A right answer, or the error."""
+    """Return a correct response, or the error."""
     url = server.grpc_url
     with (
         grpc.secure_channel(url, channel_credentials)
@@ -100,7 +100,7 @@ def test_the_shells_client_with_tls(
     certificate = (f"--client-cert={keys}/client.pem", f"--client-key={keys}/client.key")
     assert client.run(["ready", url, root, *certificate]) == 0
     assert capsys.readouterr().out == '{"ready": true}\n'
-    # Without --url it finds where the server listens; here only gRPC is left.
+    # Without --url the command reads the server's addresses; only gRPC remains here.
     endpoints.addresses(mutual.run_dir).write_text(f"grpcs://localhost:{mutual.grpc_port}\n")
     run_dir = f"--run-dir={mutual.run_dir}"
     assert client.run(["config", "simple", run_dir, root, *certificate]) == 0
@@ -135,7 +135,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
@@ -154,8 +154,10 @@ def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(mutual: Server, keys: Path, takes: bytes, compressed: bool) -> None:
-    """Only for a client that takes them, as far from all do; counted as they come, since no client
-    library tells."""
+    """Responses are compressed only for a client that accepts it.
+
+    The sizes on the wire are compared, because no client library reports them.
+    """
     array = np.zeros((1, 10_000), np.int32)
     request = request_of("gated", array, "INT32")
     mutual.gate.close()
@@ -204,38 +206,40 @@ def test_plain_tls(keys: Path, models: Path) -> None:
     ],
 )
 def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
-    found = run_command("serve", str(models), *flags)
-    assert (found.returncode, found.stderr) == (2, f"shmserve: {text}\n")
+    run = run_command("serve", str(models), *flags)
+    assert (run.returncode, run.stderr) == (2, f"shmserve: {text}\n")
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
-    """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
+    """The error is reported at the start; otherwise gRPC would report it in each replaced
+    gateway.
+    """
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
-    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
-    assert (found.returncode, found.stderr) == (
+    run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a "
         "certificate and its private key in PEM\n",
     )
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={keys}/server.key"]
-    found = run_command(
+    run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
     )
-    assert (found.returncode, found.stderr) == (
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
     )
 
 
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
-    """Of a curve that OpenSSL knows and clients do not: said at the start, too."""
+    """Keys on a curve that OpenSSL supports and clients do not are refused at the start, too."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1", "-nodes", "-subj", "/CN=x")
     certificates.openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
     cert, key = tmp_path / "cert", tmp_path / "key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
-    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
-    assert (found.returncode, found.stderr) == (
+    run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (run.returncode, run.stderr) == (
         2,
         f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' have a type of "
         "key that clients reject (allowed: RSA, P-256, P-384)\n",
@@ -243,8 +247,10 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
-    """The next gateway reads them again. When they are no good it says so in one line, and serves
-    as soon as they are."""
+    """The next gateway reads the files again.
+
+    If they are invalid, it logs one line, and serves as soon as they are valid.
+    """
     cert, key = tmp_path / "cert", tmp_path / "key"
 
     def install(name: str) -> None:
@@ -287,12 +293,13 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
 def test_a_port_that_is_taken(models: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
-    assert found.returncode == 2
+        run = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
+    assert run.returncode == 2
     assert re.fullmatch(
         rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
-        rf"\(by .*, pid {os.getpid()}\)\n",
-        found.stderr,
+        rf"\(by .*, pid {os.getpid()}\); stop the program that listens there, or set another "
+        r"--grpc-port\n",
+        run.stderr,
     )
 
 
@@ -323,7 +330,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         health = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
         assert next(health) == b"\x08\x01"
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         wait = threading.Event()
 
         def requests() -> Iterator[Any]:
@@ -339,7 +346,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert next(health) == b"\x08\x02"
         until("nobody is let in", lambda: refuses(server.grpc_port))
-        with idle_sock:  # told to go, and nobody comes any more
+        with idle_sock:  # the gateway is draining, and no new connection arrives
             said = b""
             while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in said:
                 piece = idle_sock.recv(65536)
@@ -360,7 +367,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         wait.set()
         assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
@@ -409,7 +416,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
     ):
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
         idle.sendall(OPENED)
         idle.recv(65536)
@@ -418,7 +425,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
             pass
         until("nobody is let in", lambda: refuses(server.grpc_port))
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
@@ -480,5 +487,5 @@ def test_the_process(mutual: Server) -> None:
 
 def test_two_servers_do_not_share_a_port(mutual: Server, models: Path) -> None:
     flags = ("--http-port=0", "--metrics-port=0")
-    found = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
-    assert found.returncode == 2 and "Address already in use" in found.stderr
+    run = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
+    assert run.returncode == 2 and "Address already in use" in run.stderr

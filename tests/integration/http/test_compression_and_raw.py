@@ -68,10 +68,10 @@ def test_unknown_coding(http: Http) -> None:
 
 
 @pytest.mark.parametrize("coding", PACK)
-def test_what_is_not_compressed_is_an_error(http: Http, coding: str) -> None:
+def test_a_body_that_is_not_compressed_as_declared_is_an_error(http: Http, coding: str) -> None:
     assert http.infer("identity", REQUEST, {"Content-Encoding": coding}).status == 400
-    whole = PACK[coding](json.dumps(REQUEST).encode())
-    assert http.infer("identity", whole[:-9], {"Content-Encoding": coding}).status == 400
+    packed = PACK[coding](json.dumps(REQUEST).encode())
+    assert http.infer("identity", packed[:-9], {"Content-Encoding": coding}).status == 400
     assert http.infer("identity", b"", {"Content-Encoding": coding}).status == 400
 
 
@@ -107,9 +107,9 @@ def test_raw_binary(http: Http) -> None:
 
 def test_raw_binary_with_batching(http: Http) -> None:
     values = np.arange(4, dtype=np.float32)
-    found = http.infer("completed", values.tobytes(), RAW).tensors()["OUTPUT0"]
-    assert found.shape == (1, 4)
-    assert (found == 2 * values).all()
+    output = http.infer("completed", values.tobytes(), RAW).tensors()["OUTPUT0"]
+    assert output.shape == (1, 4)
+    assert (output == 2 * values).all()
 
 
 def test_raw_binary_needs_one_input(http: Http) -> None:

@@ -127,7 +127,7 @@ def test_a_batch(http: Http) -> None:
     assert (http.infer("simple", request).tensors()["OUTPUT0"] == 2 * first).all()
 
 
-def test_what_the_model_sees(http: Http) -> None:
+def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     parameters = {
         "word": "w",
         "number": 7,
@@ -143,13 +143,13 @@ def test_what_the_model_sees(http: Http) -> None:
     }
     reply = http.infer("echo_request", request).ok()
     assert reply.json()["parameters"] == {"answered": True}
-    told = json.loads(reply.tensors()["OUTPUT0"][0])
-    assert told["id"] == "see"
-    assert told["parameters"] == {"word": "w", "number": 7, "truth": False, "half": 0.5}
-    assert told["timeout"] == 5_000_000
-    assert told["outputs"] == ["OUTPUT0"]
-    assert told["cancelled"] is False
-    args = told["args"]
+    seen_request = json.loads(reply.tensors()["OUTPUT0"][0])
+    assert seen_request["id"] == "see"
+    assert seen_request["parameters"] == {"word": "w", "number": 7, "truth": False, "half": 0.5}
+    assert seen_request["timeout"] == 5_000_000
+    assert seen_request["outputs"] == ["OUTPUT0"]
+    assert seen_request["cancelled"] is False
+    args = seen_request["args"]
     assert args["model_name"] == "echo_request"
     assert args["model_version"] == "1"
     assert args["model_instance_kind"] == "CPU"
@@ -189,8 +189,8 @@ def test_like_requests_with_tensors_beside_the_message(http: Http, elements: int
         assert reply.tensors()["OUTPUT0"].tolist() == values.tolist()
         assert f'"id":"n-{number}"' in reply.body.split(b"}", 1)[0].decode()
         if elements < 10_000:
-            told = {"name": "INPUT0", "datatype": "FP32", "shape": [elements]}
-            request = {"inputs": [{**told, "data": values.tolist()}]}
+            tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [elements]}
+            request = {"inputs": [{**tensor, "data": values.tolist()}]}
             assert http.infer("identity", request).tensors()["OUTPUT0"].tolist() == values.tolist()
     body, headers = binary_request(inputs, id="n-5", parameters={"binary_data_output": True})
     assert http.infer("identity", body[:-4], headers).status == 400

@@ -1,4 +1,4 @@
-"""Doors and who may come through them: a unix socket, addresses that other hosts reach, tokens and
+"""Listeners and their access rules: a Unix socket, addresses for other hosts, tokens and
 restricted APIs.
 """
 
@@ -24,7 +24,7 @@ ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path) -> Iterator[Server]:
-    """A server that listens for everybody who has a token."""
+    """Start a server on all addresses that admits clients with a token."""
     repository = folder / "models"
     repositories.add(repository, "identity")
     tokens = folder / "tokens"
@@ -62,7 +62,7 @@ def bearer(token: str, **more: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
+    """R18: without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (
@@ -81,7 +81,7 @@ def test_the_shells_client_shows_a_token_and_a_header(
     guarded: Server, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token, header = f"--token-file={folder / 'tokens'}", "--header=admin-key: let-me"
-    here = f"--run-dir={guarded.run_dir}"  # of which HTTP is known, too
+    here = f"--run-dir={guarded.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", here, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
     for shown, text in (
@@ -89,8 +89,8 @@ def test_the_shells_client_shows_a_token_and_a_header(
         ((token,), "expecting header 'admin-key'"),
     ):
         assert client.run(["config", "identity", here, *shown]) == 1
-        assert f"http://0.0.0.0:{guarded.http_port}: " in (told := capsys.readouterr().err)
-        assert text in told
+        assert f"http://0.0.0.0:{guarded.http_port}: " in (stderr := capsys.readouterr().err)
+        assert text in stderr
 
 
 def test_a_token_opens_its_scopes(http: Http) -> None:
@@ -109,8 +109,12 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
 
 def test_restricted_apis_are_tritons(http: Http) -> None:
     expected = "This API is restricted, expecting header 'admin-key'"
-    wrong = [bearer(TOKEN), bearer(TOKEN, **{"admin-key": "let"}), bearer(TOKEN, other="let-me")]
-    for headers in wrong:
+    wrong_headers = [
+        bearer(TOKEN),
+        bearer(TOKEN, **{"admin-key": "let"}),
+        bearer(TOKEN, other="let-me"),
+    ]
+    for headers in wrong_headers:
         for reply in (
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/repository/index", headers),
@@ -131,7 +135,7 @@ def test_metrics_have_a_scope_of_their_own(guarded: Server) -> None:
         assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
 
 
-def test_shared_memory_is_off_where_other_hosts_come_in(http: Http) -> None:
+def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
     """R5: register and unregister answer with Triton's text; there is nothing to see or to use."""
     headers = bearer(TOKEN)
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to"
@@ -162,7 +166,7 @@ def test_the_unix_socket_is_for_the_server_and_its_group(guarded: Server, folder
 
 
 @needs_users
-def test_a_friend_needs_a_token_and_a_stranger_gets_nowhere(folder: Path, guarded: Server) -> None:
+def test_the_unix_socket_admits_the_group_with_a_token(folder: Path, guarded: Server) -> None:
     path = folder / "socket"
 
     def ask(headers: dict[str, str]) -> Reply:
@@ -206,8 +210,8 @@ def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str)
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_insecure_and_no_port_at_all(folder: Path, tmp_path: Path) -> None:
-    """R3, R4: nothing listens but what was configured; and a socket that was left is taken over."""
+def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
+    """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
     with socket.socket(socket.AF_UNIX) as left:
@@ -246,9 +250,9 @@ def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
         assert http.get("/v2", {"Host": os.uname().nodename}).status == 200
         reply = http.post("/v2/repository/index", None, {"Sec-Fetch-Site": "cross-site"})
         assert reply.status == 403
-        found = http.get("/v2").headers
-        assert found["X-Content-Type-Options"] == "nosniff"
-        assert not {"Server", "Access-Control-Allow-Origin"} & set(found)
+        headers = http.get("/v2").headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert not {"Server", "Access-Control-Allow-Origin"} & set(headers)
 
 
 PAGE = "https://app.example.com"
@@ -280,8 +284,8 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         path = "/v2/models/identity/infer"
         for _ in range(3):  # later ones are repeated requests
-            made = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
-            assert made.headers["Access-Control-Allow-Origin"] == PAGE
+            reply = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
+            assert reply.headers["Access-Control-Allow-Origin"] == PAGE
         refused = http.post("/v1/completions", {}, page)
         assert refused.status == 401 and refused.headers["Vary"] == "Origin"
         assert refused.headers["Access-Control-Allow-Origin"] == PAGE

@@ -1,5 +1,5 @@
-"""Requirements on a server for clients nobody trusts, at a real server over both listeners, where
-no other test holds them.
+"""Requirements for a server with untrusted clients, tested over both listeners where no other
+test covers them.
 """
 
 import base64
@@ -28,7 +28,7 @@ ROW = np.array([1], np.int32)
 ASKED = {"inputs": [json_input("INPUT0", ROW)]}
 
 
-# What the models of this server are told.
+# The headers that this server forwards to its models.
 FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
@@ -54,8 +54,8 @@ def server(folder: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def call(server: Server) -> Iterator[Any]:
-    with stub(server) as made:
-        yield made
+    with stub(server) as grpc_stub:
+        yield grpc_stub
 
 
 def refusal(ask: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
@@ -73,13 +73,13 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
         if connection.laddr
     }
     assert str(folder / "socket") in names
-    others = names - {str(folder / "socket")}
-    assert others
-    assert all(name.startswith(f"{server.run_dir}/") for name in others), others
+    other_names = names - {str(folder / "socket")}
+    assert other_names
+    assert all(name.startswith(f"{server.run_dir}/") for name in other_names), other_names
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 
-def test_what_is_listened_to_was_asked_for(server: Server) -> None:
+def test_only_configured_listeners_exist(server: Server) -> None:
     """R3, R4: on loopback alone, too."""
     listening = {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
@@ -103,7 +103,7 @@ def test_every_process_has_a_title(server: Server) -> None:
     assert set(titles.values()) == {1}
 
 
-# What a client must not say through a parameter, or what a header must not say for it.
+# Names that a client must not set, as a parameter or as a forwarded header.
 HEADERS = {
     "sequence_id": "7",
     "sequence_start": "true",
@@ -117,9 +117,10 @@ HEADERS = {
 }
 
 
-def test_headers_are_parameters_and_nothing_else(http: Http, call: Any) -> None:
-    """R16: one that matches the pattern and is named like what has a meaning is refused; what does
-    not match is nothing."""
+def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
+    """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
+    refused, and other headers are ignored.
+    """
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
     body = {**ASKED, "parameters": {"mine": 1}}
@@ -128,9 +129,9 @@ def test_headers_are_parameters_and_nothing_else(http: Http, call: Any) -> None:
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
     response = call.ModelInfer(request, metadata=[*plain.items()], timeout=20)
     over_grpc = json.loads(response.raw_output_contents[0][4:])
-    for told in (over_http, over_grpc):
-        assert told["parameters"] == {"mine": 1, "x-other": "y"}
-        assert (told["correlation_id"], told["flags"], told["timeout"]) == (0, 0, 0)
+    for answer in (over_http, over_grpc):
+        assert answer["parameters"] == {"mine": 1, "x-other": "y"}
+        assert (answer["correlation_id"], answer["flags"], answer["timeout"]) == (0, 0, 0)
     for name in HEADERS.keys() - plain.keys():
         text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
         refused = http.infer("echo_request", body, {name: HEADERS[name]})
@@ -153,8 +154,8 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
     request = request_of("echo_request", ROW, "INT32")
     request.parameters[key].bool_param = True
     if key == RESERVED[0]:
-        told = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
-        assert told["parameters"] == {}
+        seen_request = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
+        assert seen_request["parameters"] == {}
     else:
         code, text = refusal(lambda: call.ModelInfer(request, timeout=20))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -167,15 +168,16 @@ OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
 
 @pytest.mark.parametrize("name", NAMES + OTHERS)
-def test_a_models_name_leads_nowhere_else(
+def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
-    """R17: whatever a name is, spelled however: only a folder of the repository is a model."""
+    """R17: any model name, in any encoding, names only a folder of the repository."""
     before = server.titles()
     spelled = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
-    # A good name may be that of a model that is only in a request, but not of what is elsewhere.
+    # A valid name may be that of a model whose files are in the request, but not of a folder
+    # elsewhere.
     for parameters in ({},) if name in GOOD else ({}, override):
         reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
@@ -246,9 +248,9 @@ def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> N
         with contextlib.closing(Http(port)) as http:
             assert http.get(path, {"Host": f"evil.example:{port}"}).status == 421
             assert http.get(path, {"Host": f"127.0.0.1:{port}"}).status == 200
-            found = http.get(path).headers
-            assert found["X-Content-Type-Options"] == "nosniff"
-            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(found)
+            headers = http.get(path).headers
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(headers)
 
 
 def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:

@@ -98,22 +98,24 @@ def test_whole_batches(server: Server) -> None:
 
 
 def test_texts(http: Http) -> None:
-    given = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
-    assert http.infer("sizes", {"inputs": [given]}).tensors()["output"].tolist() == [[0, 1, 4]]
+    tensor = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
+    assert http.infer("sizes", {"inputs": [tensor]}).tensors()["output"].tolist() == [[0, 1, 4]]
 
 
 def test_the_example(http: Http) -> None:
     image = np.zeros((1, 5, 5), np.float32)
     image[0, 2, 2] = 9
-    found = http.infer("blur", {"inputs": [json_input("image", image)]}).tensors()["output"]
-    assert np.allclose(found[0, 1:4, 1:4], 1)
+    output = http.infer("blur", {"inputs": [json_input("image", image)]}).tensors()["output"]
+    assert np.allclose(output[0, 1:4, 1:4], 1)
 
 
 def test_the_guides_models_are_the_examples() -> None:
     examples = {"models": ("native_model", "native_stream"), "sequences": ("native_sequence",)}
     for page, names in examples.items():
-        found = blocks(GUIDE / f"{page}.md")
-        shown = [block.text for block in found if (block.language, block.use) == ("python", "")]
+        page_blocks = blocks(GUIDE / f"{page}.md")
+        shown = [
+            block.text for block in page_blocks if (block.language, block.use) == ("python", "")
+        ]
         for text, name in zip(shown, names, strict=True):
             assert text in (ROOT / "examples" / f"{name}.py").read_text()
 
@@ -125,9 +127,7 @@ def test_a_result_of_the_wrong_shape_is_the_models_error(server: Server, http: H
     assert server.answers("/v2/health/ready")
 
 
-def test_a_class_says_how_many_it_is_and_the_command_line_how_it_is_set(
-    http: Http, server: Server
-) -> None:
+def test_a_class_and_the_command_line_set_the_instance_count(http: Http, server: Server) -> None:
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
     assert (
         http.infer("several", {"inputs": [json_input("x", x)]}).tensors()["output"] == x + 2.5

@@ -56,7 +56,7 @@ def test_only_outputs_are_copied(repository: Path, serve: Callable[..., Server])
         for count in range(2, 5):
             region.write(np.zeros(8, np.float32), SIZE)
             http.infer("linear", request).ok()
-            found = region.read(np.float32, ROWS * SIDE, SIZE).reshape(x.shape)
-            assert np.allclose(found, expected, atol=1e-5)
+            output = region.read(np.float32, ROWS * SIDE, SIZE).reshape(x.shape)
+            assert np.allclose(output, expected, atol=1e-5)
             assert copied(server) == {"in": SIZE, "out": count * SIZE}
         http.unregister().ok()

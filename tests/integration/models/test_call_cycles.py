@@ -112,8 +112,8 @@ def cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(http: Http, model: str, value: int = 0) -> Reply:
-    given = {"inputs": [json_input("X", np.array([value], np.int32))]}
-    return http.infer(model, given, {"Accept": "text/event-stream"} if "stream" in model else {})
+    body = {"inputs": [json_input("X", np.array([value], np.int32))]}
+    return http.infer(model, body, {"Accept": "text/event-stream"} if "stream" in model else {})
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,13 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
 def test_a_call_after_the_hang_up_fails(
     repository: Path, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
+    report_file = tmp_path / "told"
     again = f"""{WAITING}
 class TritonPythonModel:
     def execute(self, requests):
         wait()
         made = [response(prepared(request).exec()) for request in requests]
-        open({str(told)!r}, "w").write(str(prepared(requests[0]).exec().error().message()))
+        open({str(report_file)!r}, "w").write(str(prepared(requests[0]).exec().error().message()))
         return made
 """
     add(repository, "again", again, "", "free")
@@ -241,5 +241,5 @@ class TritonPythonModel:
     server = serve(repository)
     with holding(server.gate), server.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
         ask(http, "again")
-    until("the call has failed", lambda: told.exists() and told.read_text())
-    assert "request cancelled" in told.read_text()
+    until("the call has failed", lambda: report_file.exists() and report_file.read_text())
+    assert "request cancelled" in report_file.read_text()

@@ -92,9 +92,9 @@ def test_an_archive_is_unpacked_once_and_removed(
     repository: Path, tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
     model = add(repository, "one", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", 2)
-    made = environment(tmp_path / "made", 3)
-    packed(made, model / "env.tar.gz")
-    shutil.rmtree(made)
+    prefix_path = environment(tmp_path / "made", 3)
+    packed(prefix_path, model / "env.tar.gz")
+    shutil.rmtree(prefix_path)
     add(repository, "other", model / "env.tar.gz")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
     copies = endpoints.environments(server.run_dir)
@@ -109,7 +109,9 @@ def test_an_archive_is_unpacked_once_and_removed(
         until("the copy is removed", lambda: not any(each.is_dir() for each in copies.iterdir()))
 
 
-def test_what_is_missing_is_said_with_the_remedy(repository: Path, tmp_path: Path) -> None:
+def test_a_missing_environment_is_reported_with_the_remedy(
+    repository: Path, tmp_path: Path
+) -> None:
     (tmp_path / "void").mkdir()
     add(repository, "empty", tmp_path / "void")
     add(repository, "nowhere", "nowhere/env.tar.gz")

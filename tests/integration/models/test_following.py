@@ -74,13 +74,13 @@ def count(server: Server) -> int:
 
 def changes(reader: EventReader) -> list[tuple[int, int]]:
     """Return the changes of the number of instances until it is one again."""
-    found: list[tuple[int, int]] = []
-    for told in reader.follow():
-        if isinstance(told.event, m.InstancesChanged):
-            found.append((told.event.before, told.event.count))
-            if told.event.count == 1:
+    responses: list[tuple[int, int]] = []
+    for received in reader.follow():
+        if isinstance(received.event, m.InstancesChanged):
+            responses.append((received.event.before, received.event.count))
+            if received.event.count == 1:
                 break
-    return found
+    return responses
 
 
 def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
@@ -93,15 +93,15 @@ def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
         clients.send(4 * BASE_RATE, 4)
         clients.end()
         until("they are spared", lambda: count(server) == 1, 90)
-        told = changes(reader)
-        most = max(after for _, after in told)
+        changes_seen = changes(reader)
+        most = max(after for _, after in changes_seen)
         assert 2 <= most <= 6
         up = [(n, n + 1) for n in range(1, most)]
-        assert told == up + [(after, before) for before, after in reversed(up)]
+        assert changes_seen == up + [(after, before) for before, after in reversed(up)]
         for change in ("more", "fewer"):
             name = "shmserve_instance_changes"
             assert server.metric(name, model="slow", change=change) == most - 1
-        assert server.log().count(" instances (before: ") == len(told)
+        assert server.log().count(" instances (before: ") == len(changes_seen)
         assert "model 'slow' has 2 instances (before: 1): requests wait " in server.log()
         with server.http() as http:
             (group,) = http.get("/v2/models/slow/config").ok().json()["instance_group"]

@@ -232,7 +232,7 @@ def number(value: float, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("model", ["zero", "candidates", "unbatched"])
-def test_3_5_a_state_goes_from_request_to_request(
+def test_3_5_a_state_is_passed_from_request_to_request(
     client: shmserve.client.Server, model: str
 ) -> None:
     """Each sequence has its own state, which begins at zero, and again at zero after a START."""
@@ -307,32 +307,32 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
 
 def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
     """The model updates the buffer in place in each request."""
-    found = []
+    states = []
     for at in range(5):
         result = client.infer("in_place", {"INPUT": number(2)}, sequence=1, start=at == 0)
-        found.append(result["OUTPUT"][0].tolist())
+        states.append(result["OUTPUT"][0].tolist())
     client.infer("in_place", {"INPUT": number(2)}, sequence=1, end=True)
-    assert [total for total, _ in found] == [2, 4, 6, 8, 10]
-    assert len({where for _, where in found}) == 1
+    assert [total for total, _ in states] == [2, 4, 6, 8, 10]
+    assert len({where for _, where in states}) == 1
 
 
 def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
-    given = {"INPUT": np.array([[word]], object)}
-    result = client.infer(model, given, sequence="w", **flags)  # type: ignore[arg-type]
+    arrays = {"INPUT": np.array([[word]], object)}
+    result = client.infer(model, arrays, sequence="w", **flags)  # type: ignore[arg-type]
     return result["OUTPUT"][0, 0]
 
 
-def test_3_5_strings_and_what_is_not_given_back_stays(client: shmserve.client.Server) -> None:
+def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
     begun = say(client, "words", b"a", start=True)
-    told = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]
-    assert [*told, say(client, "words", b"c", end=True)] == [b"a", b"ab", b"abkeep", b"abc"]
+    replies = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]
+    assert [*replies, say(client, "words", b"c", end=True)] == [b"a", b"ab", b"abkeep", b"abc"]
 
 
 def test_3_5_strings_of_a_script(client: shmserve.client.Server) -> None:
     """The state is a List[str], like all texts of a TorchScript model."""
-    told = [say(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
-    assert [*told, say(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
+    replies = [say(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
+    assert [*replies, say(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
 
 
 def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:
@@ -372,8 +372,8 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
 def test_a_file_that_is_too_short_is_a_load_error(explicit: tuple[Server, Path]) -> None:
     server, repository = explicit
     initial = INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
-    given = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
-    folder = add(repository, "short", IN_PLACE, given, rows=1)
+    state_text = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
+    folder = add(repository, "short", IN_PLACE, state_text, rows=1)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(b"ab")
     with server.http() as http:

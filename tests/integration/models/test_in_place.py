@@ -84,7 +84,7 @@ def add_simple(repository: Path) -> Path:
     return folder
 
 
-def test_who_removes_instances_is_answered_when_they_are_finalized(
+def test_a_removal_of_instances_is_answered_after_their_finalize(
     explicit: Explicit, tmp_path: Path
 ) -> None:
     """Holds for a reload in place and for an unload."""
@@ -148,7 +148,7 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("change", ["code", "config", "nothing"])
-def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: str) -> None:
+def test_other_changes_start_another_deployment(explicit: Explicit, change: str) -> None:
     """A changed file of the model, another changed field, or no change at all replaces all
     processes.
     """
@@ -170,7 +170,7 @@ def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: 
 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
-def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limiter: str) -> None:
+def test_a_load_without_changed_instances_restarts_nothing(repository: Path, limiter: str) -> None:
     """An equivalent configuration changes nothing.
 
     Another count adds or removes just the difference.
@@ -181,8 +181,8 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
     written = [line for line in config.read_text().splitlines() if "instance_group" not in line]
 
     def group(text: str) -> None:
-        made = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
-        config.write_text("\n".join([*written, made, ""]))
+        instance_group = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
+        config.write_text("\n".join([*written, instance_group, ""]))
 
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
@@ -261,8 +261,8 @@ def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = F
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
         "parameters": {"sequence_id": who, "sequence_start": start, "sequence_end": end},
     }
-    found = http.infer("sums", body)
-    return [int(each) for each in found.tensors()["OUT"].flat]
+    reply = http.infer("sums", body)
+    return [int(each) for each in reply.tensors()["OUT"].flat]
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])

@@ -39,7 +39,7 @@ def repeat_inputs(values: list[int], delay_ms: int = 0) -> dict[str, Any]:
 
 
 def grpc_inputs(values: list[int], delay_ms: int = 0) -> list[Any]:
-    found = []
+    responses = []
     for name, array in (
         ("IN", np.array(values, np.int32)),
         ("DELAY", np.full(len(values), delay_ms, np.uint32)),
@@ -47,8 +47,8 @@ def grpc_inputs(values: list[int], delay_ms: int = 0) -> list[Any]:
     ):
         tensor = triton_grpc.InferInput(name, array.shape, "INT32" if name == "IN" else "UINT32")
         tensor.set_data_from_numpy(array)
-        found.append(tensor)
-    return found
+        responses.append(tensor)
+    return responses
 
 
 # --- gRPC
@@ -62,7 +62,7 @@ def test_tritons_stream_client(server: Server) -> None:
             client.async_stream_infer(
                 "repeat", grpc_inputs([1, 2, 3]), request_id=name, enable_empty_final_response=True
             )
-        found: dict[str, list[Any]] = {"a": [], "b": []}
+        responses: dict[str, list[Any]] = {"a": [], "b": []}
         open_requests = 2
         while open_requests:
             result, error = answers.get(timeout=20)
@@ -70,12 +70,12 @@ def test_tritons_stream_client(server: Server) -> None:
             response = result.get_response()
             final = response.parameters["triton_final_response"].bool_param
             open_requests -= final
-            found[response.id].append(None if final else int(result.as_numpy("OUT")[0]))
+            responses[response.id].append(None if final else int(result.as_numpy("OUT")[0]))
         client.stop_stream()
-    assert found == {"a": [1, 2, 3, None], "b": [1, 2, 3, None]}
+    assert responses == {"a": [1, 2, 3, None], "b": [1, 2, 3, None]}
 
 
-def test_a_thousand_responses_come_in_order(server: Server) -> None:
+def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -135,7 +135,7 @@ def test_infer_as_lines(http: Http) -> None:
     assert [len(line["outputs"]) for line in lines] == [1, 1]
 
 
-def test_who_leaves_an_event_stream_cancels(server: Server) -> None:
+def test_closing_an_event_stream_cancels_its_request(server: Server) -> None:
     with server.http() as http:
         connection = http._connection
         body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
@@ -170,19 +170,19 @@ def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
 
 
 def test_many_streams_at_once(server: Server) -> None:
-    found: list[list[int]] = []
+    responses: list[list[int]] = []
 
     def read() -> None:
         with server.http() as http:
             reply = http.post("/v2/models/repeat/generate_stream", repeat_inputs([*range(100)]))
-            found.append([event["OUT"] for event in events(reply.ok().body)])
+            responses.append([event["OUT"] for event in events(reply.ok().body)])
 
     readers = [threading.Thread(target=read) for _ in range(8)]
     for reader in readers:
         reader.start()
     for reader in readers:
         reader.join(30)
-    assert found == [[*range(100)]] * 8
+    assert responses == [[*range(100)]] * 8
 
 
 # --- classification
@@ -201,9 +201,9 @@ def test_classification(server: Server, client_module: Any) -> None:
         infer_requested_output = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
             result = client.infer("scores", [tensor], outputs=[infer_requested_output])
-            shown = result.as_numpy("OUTPUT0")
-            assert shown.shape == (2, 2)
-            assert shown.ravel().tolist() == BEST
+            output = result.as_numpy("OUTPUT0")
+            assert output.shape == (2, 2)
+            assert output.ravel().tolist() == BEST
         plain = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )
@@ -238,8 +238,8 @@ def test_headers_become_parameters(server: Server, client_module: Any) -> None:
             result = client.infer(
                 "echo_request", [tensor], headers=headers, parameters={"own": 5}
             ).as_numpy("OUTPUT0")
-            told = json.loads(result[0])
-            assert told["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})
+            seen_request = json.loads(result[0])
+            assert seen_request["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})
 
 
 def test_headers_of_a_stream_become_parameters(server: Server) -> None:

@@ -21,19 +21,19 @@ Explicit = tuple[Server, Path]
 
 def call(target: str) -> dict:
     """Return a request for the models that call others."""
-    given = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
+    tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
     first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
-    return {"inputs": [given, json_input("INPUT0", first), json_input("INPUT1", second)]}
+    return {"inputs": [tensor, json_input("INPUT0", first), json_input("INPUT1", second)]}
 
 
 def test_a_model_calls_another(http: Http) -> None:
-    found = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
-    assert (found == np.arange(16)).all()
+    output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
+    assert (output == np.arange(16)).all()
 
 
 def test_calls_at_the_same_time(http: Http) -> None:
-    found = http.infer("async_caller", call("simple")).tensors()["OUTPUT0"]
-    assert (found == 2 * np.arange(16)).all()
+    output = http.infer("async_caller", call("simple")).tensors()["OUTPUT0"]
+    assert (output == 2 * np.arange(16)).all()
 
 
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
@@ -56,8 +56,10 @@ def test_many_calls(server: Server) -> None:
 
 def test_self_description(http: Http) -> None:
     values = np.arange(8, dtype=np.float32).reshape(2, 4)
-    found = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()["OUTPUT0"]
-    assert (found == 2 * values).all()
+    output = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()[
+        "OUTPUT0"
+    ]
+    assert (output == 2 * values).all()
 
 
 def test_a_model_logs(server: Server, http: Http) -> None:
@@ -81,21 +83,21 @@ class TritonPythonModel:
 """
 
 
-def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
+def test_a_failing_initialize_reports_its_reason(explicit: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = explicit
     two = "instance_group { kind: KIND_CPU count: 2 }"
-    told = {
+    arguments = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
         "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
         "sys.exit(3)": "Internal: SystemExit: 3",
         "os._exit(3)": "Unavailable: the process of instance 'model_3_",
     }
-    for number, statement in enumerate(told):
+    for number, statement in enumerate(arguments):
         config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
         repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
     with server.http() as http:
-        for number, says in enumerate(told.values()):
+        for number, says in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
             assert reply.status == 400
             where = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
@@ -128,8 +130,8 @@ def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> N
     server = serve(repository)
     server.process.terminate()
     assert server.wait_exit(30) == 0
-    (told,) = repository.rglob("told")
-    assert told.read_text() == "goodbye"
+    (report_file,) = repository.rglob("told")
+    assert report_file.read_text() == "goodbye"
 
 
 HELPERS = '''
@@ -226,7 +228,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
+def test_an_error_message_that_is_not_unicode(explicit: Explicit) -> None:
     server, repository = explicit
     config = repositories.identity_config("speaker", "INT32", [1])
     repositories.write(repository, "speaker", config, SPEAKER)
@@ -234,8 +236,8 @@ def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
         http.load("speaker").ok()
 
         def ask(way: str) -> Reply:
-            given = json_input("INPUT0", np.zeros(1, np.int32))
-            return http.infer("speaker", {"id": way, "inputs": [given]})
+            tensor = json_input("INPUT0", np.zeros(1, np.int32))
+            return http.infer("speaker", {"id": way, "inputs": [tensor]})
 
         for way in ("raise", "error"):
             assert ask(way).error.endswith("n\\udce4me")
@@ -276,8 +278,8 @@ def test_a_model_that_calls_itself(explicit: Explicit) -> None:
     repositories.write(repository, "countdown", config, COUNTDOWN)
 
     def ask(number: int) -> Reply:
-        given = json_input("INPUT0", np.array([number], np.int32))
-        return http.infer("countdown", {"inputs": [given]})
+        tensor = json_input("INPUT0", np.array([number], np.int32))
+        return http.infer("countdown", {"inputs": [tensor]})
 
     with server.http() as http:
         http.load("countdown").ok()
@@ -312,27 +314,27 @@ def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None
     server, repository = explicit
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL)
-    made, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
+    sevens, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
-        for value, listed in ((made, 1), (absent, 0)):
-            given = {
+        for value, listed in ((sevens, 1), (absent, 0)):
+            fields = {
                 "inputs": [json_input("INPUT0", value)],
                 "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
             }
-            answer = http.infer("partial", given).ok().json()
+            answer = http.infer("partial", fields).ok().json()
             assert len(answer["outputs"]) == listed
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
         http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
     with shmserve.client.connect(server.run_dir) as client:
         sizes = {"INPUT0": ((6,), "INT32"), "OUTPUT0": ((6,), "INT32")}
         with client.allocate(sizes) as region:
-            region["INPUT0"][:] = made
-            assert (client.infer("partial", region)["OUTPUT0"] == made).all()
+            region["INPUT0"][:] = sevens
+            assert (client.infer("partial", region)["OUTPUT0"] == sevens).all()
             region["INPUT0"][:] = absent
             for ask in (region, {"INPUT0": absent}):
                 with pytest.raises(Internal, match=lacks):

@@ -111,8 +111,8 @@ B = np.full((2, 4), 0.5, np.float32)
 def test_every_form(http: Http, model: str, names: tuple[str, str]) -> None:
     for rows in (1, 2):
         inputs = [json_input(names[0], A[:rows]), json_input(names[1], B[:rows])]
-        found = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
-        assert np.allclose(found, 2 * A[:rows] + B[:rows])
+        output = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
+        assert np.allclose(output, 2 * A[:rows] + B[:rows])
 
 
 def test_eager_module(http: Http) -> None:

@@ -141,12 +141,12 @@ def ask(
     shape: tuple[int, ...] = (1, 1),
 ) -> Any:
     """Return the status and the sum, or the error text."""
-    given = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
-    given["sequence_end"] = bool(flags & 2)
+    parameters = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
+    parameters["sequence_end"] = bool(flags & 2)
     tensor = json_input("INPUT0", np.full(shape, value, np.int32))
-    reply = http.infer(model, {"inputs": [tensor], "parameters": given})
-    found = reply.json()
-    return reply.status, found["outputs"][0]["data"][0] if reply.status == 200 else found["error"]
+    reply = http.infer(model, {"inputs": [tensor], "parameters": parameters})
+    answer = reply.json()
+    return reply.status, answer["outputs"][0]["data"][0] if reply.status == 200 else answer["error"]
 
 
 @pytest.mark.parametrize("id_type", ID_TYPES)
@@ -240,9 +240,9 @@ def test_the_native_client(server: Server) -> None:
                 client.infer("plain", INPUT0=one, sequence=sequence)
         with pytest.raises(shmserve.client.InvalidArgument, match="non-zero or non-empty"):
             client.infer("plain", INPUT0=one, start=True)
-        for wrong in (-1, 1 << 64, "x" * 129, 1.5):
+        for wrong_value in (-1, 1 << 64, "x" * 129, 1.5):
             with pytest.raises(shmserve.client.InvalidArgument, match="sequence must be"):
-                client.infer("plain", INPUT0=one, sequence=wrong)  # type: ignore[arg-type]
+                client.infer("plain", INPUT0=one, sequence=wrong_value)  # type: ignore[arg-type]
 
 
 def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
@@ -260,8 +260,8 @@ def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
     """Each request has a generated id, and is rescheduled without START until it is answered."""
     for count in (1, 4, 2):
         tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
-        found = http.infer(model, {"inputs": [tensor]}).ok().json()
-        assert found["outputs"][0]["data"] == [1] + [0] * (count - 1)
+        answer = http.infer(model, {"inputs": [tensor]}).ok().json()
+        assert answer["outputs"][0]["data"] == [1] + [0] * (count - 1)
     stats = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"][0]
     assert stats["inference_stats"]["success"]["count"] == 3
     assert stats["execution_count"] == 7
@@ -296,8 +296,8 @@ def test_the_shells_client(server: Server, sequence: str) -> None:
     urls.append(f"--run-dir={server.run_dir}")
     sums = []
     for url, flags in zip(urls, (["--start"], [], ["--end"]), strict=True):
-        given = ["--input=INPUT0=[2]", f"--sequence={sequence}", *flags]
-        done = run_command("client", "infer", "plain", url, *given)
+        arguments = ["--input=INPUT0=[2]", f"--sequence={sequence}", *flags]
+        done = run_command("client", "infer", "plain", url, *arguments)
         assert done.returncode == 0, done.stderr
         sums.append(json.loads(done.stdout)["outputs"][0]["data"])
     assert sums == [[[2]], [[4]], [[6]]]

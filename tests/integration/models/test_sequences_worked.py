@@ -43,10 +43,10 @@ def asking(pool: RequestPool, model: str) -> Ask:
     """Return a function that sends a request of a sequence with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
-        given: dict[str, Any] = {"sequence_id": sequence}
-        given |= {"sequence_start": start, "sequence_end": end}
+        parameters: dict[str, Any] = {"sequence_id": sequence}
+        parameters |= {"sequence_start": start, "sequence_end": end}
         tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        return pool.infer(model, {"inputs": [tensor], "parameters": given})
+        return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
 
     return ask
 
@@ -123,12 +123,10 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
 
 
 def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
-    """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
-    first of slot 1 run as one batch when they come together.
+    """A lone first request runs at once.
 
-    What is START [1, 0] and READY [1, 0] in Triton's documentation is START [1] and READY [1] here
-    and in a real Triton: behind the highest slot with a request there is no row, whether the slots
-    there have never had a sequence (as here) or have an idle one (as below).
+    Then the instance is idle, and the next request of slot 0 and the first of slot 1 run as one
+    batch.
     """
     ask, gate = asking(pool, "single"), server.gate
     lone = ask(1, start=True)
@@ -167,8 +165,8 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
         visit = gate.next()
         visit.release()
         response.result().ok()
-        told = visit.message
-        return told["START"], told["READY"], told["CORRID"]
+        message = visit.message
+        return message["START"], message["READY"], message["CORRID"]
 
     for sequence in (1, 2):  # another test may have begun these sequences
         alone(sequence, start=True, end=True)
@@ -204,7 +202,7 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
         assert all(visit.message["READY"])
     visit.release()
     # The oldest sequences run first, at most one request of each. An ended sequence frees its
-    # place.
+    # slot.
     assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
     assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

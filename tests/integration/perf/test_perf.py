@@ -1,5 +1,6 @@
-"""`shmserve perf` against a real server: every door, shared memory, open loops, sequences, and what
-it says when something is wrong."""
+"""`shmserve perf` with a real server: all protocols, shared memory, open loops, sequences, and
+error messages.
+"""
 
 import json
 import re
@@ -44,7 +45,7 @@ model_transaction_policy { decoupled: true }
 input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 """
-# Refuses what is below zero.
+# Refuses negative values.
 MOODY = """
 import triton_python_backend_utils as pb_utils
 
@@ -58,7 +59,7 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("in no mood"))
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)])
 """
-# Takes sequences of three: the first of each with START, the last with END, nothing else.
+# Accepts only sequences of three requests, the first with START and the last with END.
 STRICT = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -113,8 +114,8 @@ def perf(asked: Server, tmp_path: Path) -> Perf:
     def run(door: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "report.json"
         assert main(["perf", *arguments, *at(asked, door), *SHORT, f"--json={path}"]) == 0
-        found: dict[str, Any] = json.loads(path.read_text())["points"][-1]
-        return found
+        point: dict[str, Any] = json.loads(path.read_text())["points"][-1]
+        return point
 
     return run
 
@@ -148,9 +149,9 @@ def test_an_interrupt_prints_what_was_measured(
         until("the load has begun", lambda: successes(asked) > before + 100, within_s=30)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "concurrency 4: interrupted after" in shown and "concurrency 5" not in shown
+    assert "concurrency 4: interrupted after" in output and "concurrency 5" not in output
     (point,) = json.loads(path.read_text())["points"]
     assert point["interrupted"] and point["requests"] > 10 and not point["errors"]
 
@@ -165,7 +166,7 @@ def test_each_door_with_and_without_shared_memory(
     assert point["requests"] > 8
     assert 0 < point["latency"]["p50"] <= point["latency"]["p99"] <= point["latency"]["max"]
     assert point["client_us"] > 0
-    # What it counted and what the server counted are the same requests, but for the windows' edges.
+    # The client and the server count the same requests, except at the edges of the windows.
     server = point["server"]["simple"]
     assert server["requests"] == pytest.approx(point["requests"], rel=0.5, abs=50)
     assert server["batch"] >= 1
@@ -203,7 +204,7 @@ def test_an_open_loop_sends_at_its_rate(perf: Perf, arrivals: str) -> None:
 
 
 @pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_errors_are_counted_and_told(
+def test_errors_are_counted_and_reported(
     perf: Perf, door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.json"
@@ -251,7 +252,7 @@ def test_a_report_is_written_drawn_and_compared(
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_an_error_is_one_line(
     asked: Server,
     capsys: pytest.CaptureFixture[str],
     door: str,
@@ -270,7 +271,7 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert "refused" in capsys.readouterr().err
 
 
-def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = certificates.make(tmp_path)
     repository = tmp_path / "models"
     repository.mkdir()
@@ -282,11 +283,11 @@ def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert main(["perf", "identity", where, *large, *SHORT]) == 0
         assert main(["perf", "identity", where, *large[:-1], *SHORT]) == 1
         capsys.readouterr()
-        # It goes in the middle of a load.
+        # The server stops during the load.
         stopping = threading.Timer(1.0, server.stop)
         stopping.start()
-        asked = ["perf", "identity", f"--url={server.url}", *large[:-1]]
-        assert main([*asked, "--window=60", "--patience=5"]) == 1
+        command = ["perf", "identity", f"--url={server.url}", *large[:-1]]
+        assert main([*command, "--window=60", "--patience=5"]) == 1
         stopping.join()
-        # It depends on the moment which of them meets it.
+        # The error depends on the moment of the stop.
         assert re.search("cannot be reached|no response|failed", capsys.readouterr().err)

@@ -50,18 +50,19 @@ def asked(tmp_path: Path) -> Iterator[Server]:
 
 def in_force(server: Server) -> dict[str, Any]:
     with server.http() as http:
-        found: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
-        return found
+        config: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
+        return config
 
 
 @pytest.mark.parametrize("door", ["http", "native"])
-def test_it_recommends_what_loads_and_leaves_the_model_as_it_was(
+def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     asked: Server, tmp_path: Path, door: str
 ) -> None:
     before = in_force(asked)
     where = f"--url=http://{asked.url}" if door == "http" else f"--run-dir={asked.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
-    # A target that nothing misses: what is found here is no matter, that is for the simulation.
+    # Every configuration meets this target. The quality of the choice is tested by the
+    # simulation.
     assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
     assert in_force(asked) == before
     written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
@@ -70,7 +71,7 @@ def test_it_recommends_what_loads_and_leaves_the_model_as_it_was(
     assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
 
 
-def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
+def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
     asked: Server, tmp_path: Path
 ) -> None:
     before = in_force(asked)
@@ -86,13 +87,13 @@ def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
         assert process.stderr.readline().startswith("1. ")
         assert process.stderr.readline().startswith("2. ")  # the first run is recorded
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "# interrupted after" in shown and "max_batch_size: 8" in shown
+    assert "# interrupted after" in output and "max_batch_size: 8" in output
     assert in_force(asked) == before
 
 
-def test_it_leaves_what_it_recommends_where_it_is_to(
+def test_tune_writes_its_recommendation_to_the_given_file(
     asked: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     override = {**in_force(asked), "max_batch_size": 4, "dynamic_batching": {}}
@@ -105,9 +106,9 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
     assert in_force(asked)["max_batch_size"] == 4  # not as its folder has it
     assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
     written = parse_pbtxt(capsys.readouterr().out)
-    found = in_force(asked)
-    assert found["max_batch_size"] == written.max_batch_size
-    assert found["instance_group"][0]["count"] == written.instance_group[0].count
+    settings = in_force(asked)
+    assert settings["max_batch_size"] == written.max_batch_size
+    assert settings["instance_group"][0]["count"] == written.instance_group[0].count
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
         (("--p99=3", "--openai=chat"), "--openai: the settings of generative models"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_errors_of_tune_are_reported(
     flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "slow", *flags]) == 2
@@ -135,4 +136,6 @@ def test_a_server_that_loads_nothing_on_request_is_named(
     repositories.write(repository, "slow", CONFIG, SLOW)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
-    assert "--model-control-mode is none, and has to be explicit" in capsys.readouterr().err
+    assert (
+        "--model-control-mode is none; restart the server with explicit" in capsys.readouterr().err
+    )

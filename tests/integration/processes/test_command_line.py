@@ -115,8 +115,8 @@ def test_a_link_named_tritonserver_takes_its_command_lines(
     server.stop()
     if "trace-file" in line:
         assert "COMPUTE_START" in (repository / "t.json").read_text()
-    discarded = "traces are discarded: triton,file=PATH is missing"
-    assert (discarded in log) is ("--trace-config" in line)
+    untraced = "requests are not traced: trace file name is not given"
+    assert (untraced in log) is ("--trace-config" in line)
     idle = "--backend-config=python,shm-default-byte-size=1048576 has no effect"
     assert (idle in log) is ("shm-default" in line)
 
@@ -144,14 +144,14 @@ def test_check(repository: Path) -> None:
     bad = run_command("check", str(repository))
     assert bad.returncode == 2
     assert f"'{repository}' is a model folder" in bad.stderr
-    told = bad.stdout + bad.stderr
-    assert "nonsense" in told
-    assert "broken on purpose" in told
-    assert "config.pbtxt" in told
+    output = bad.stdout + bad.stderr
+    assert "nonsense" in output
+    assert "broken on purpose" in output
+    assert "config.pbtxt" in output
     assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
-def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repository: Path) -> None:
+def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) -> None:
     repositories.add(repository, "identity")
     (repository / "both").mkdir()
     (repository / "both" / "config.pbtxt").write_text(
@@ -162,9 +162,11 @@ def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repositor
             input_map { key: "INPUT0" value: "in" } output_map { key: "OUTPUT0" value: "out" } } }
         """
     )
-    told = run_command("check", str(repository))
-    assert told.returncode == 2, told.stderr
-    (line,) = [splitline for splitline in told.stdout.splitlines() if splitline.startswith("both ")]
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 2, completed.stderr
+    (line,) = [
+        splitline for splitline in completed.stdout.splitlines() if splitline.startswith("both ")
+    ]
     assert "FAILED  load failed for model 'both': at least one version must be available" in line
 
 
@@ -176,15 +178,15 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
         "max_batch: 1\n",
         "",
     )
-    told = run_command("check", str(repository))
-    assert told.returncode == 2
-    first, *others = told.stdout.splitlines()
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 2
+    first, *other_lines = completed.stdout.splitlines()
     assert first.split(maxsplit=1) == [
         "wrong",
         "FAILED  failed to load 'wrong', failed to poll from model repository: wrong/config.pbtxt:"
         '9:1: max_batch: no such field; did you mean "max_batch_size"?',
     ]
-    assert [line.strip() for line in others] == [
+    assert [line.strip() for line in other_lines] == [
         "wrong/config.pbtxt:4:14: input[0].dims[1]: model input 'A' dimension must be integer >= "
         "1, or -1 to indicate a variable-size dimension for wrong",
         "wrong/config.pbtxt:7:3: output[0].name: model output must specify 'name' for wrong",
@@ -256,9 +258,9 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace('"SUM"', '"sum"')
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
-    told = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=Z=1")
-    assert told.returncode == 2
-    told_of = (line for line in told.stdout.splitlines() if ":1 " in line)
+    completed = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=Z=1")
+    assert completed.returncode == 2
+    told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)
     verdicts = {line.split(":")[0]: line.split()[1] for line in told_of}
     assert verdicts == {
         "empty": "refused",
@@ -271,7 +273,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         "yields_one": "ok",
         "yields_other": "differs",
     }
-    lines = [" ".join(line.split()) for line in told.stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in completed.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
     assert any(line.startswith("the inputs were zeros and empty strings") for line in lines)
     assert "SIZE TYPE_INT32 [1,2] missing" in lines
@@ -288,18 +290,18 @@ def test_check_loads_models_of_a_gpu_on_the_cpu(repository: Path) -> None:
     config = repository / "identity" / "config.pbtxt"
     config.write_text(config.read_text() + "instance_group { kind: KIND_GPU gpus: 7 }\n")
     assert run_command("check", str(repository)).returncode == 2
-    told = run_command("check", str(repository), "--on-cpu", "--json")
-    found = json.loads(told.stdout)
-    assert (told.returncode, found["models"][0]["outcome"]) == (0, "ok")
-    assert found["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}
+    completed = run_command("check", str(repository), "--on-cpu", "--json")
+    report = json.loads(completed.stdout)
+    assert (completed.returncode, report["models"][0]["outcome"]) == (0, "ok")
+    assert report["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}
 
 
-def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
+def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> None:
     repositories.add(repository, "simple")
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
-    told = run_command("check", str(repository))
-    assert told.returncode == 0
-    huge, simple, summary = told.stdout.splitlines()
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 0
+    huge, simple, summary = completed.stdout.splitlines()
     assert huge.split(maxsplit=1) == [
         "huge:1",
         "refused not tested: a batch of zeros is too large for a message",
@@ -359,20 +361,20 @@ def test_client_infer(every_door: dict[str, str], door: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
 def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> None:
     """The error text is the same over every protocol, too."""
-    for arguments, told in (
+    for arguments, expected in (
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
         done = run_command("client", "infer", *arguments, every_door[door])
         assert (done.returncode, done.stdout) == (1, "")
-        assert told in done.stderr and done.stderr.count("\n") == 1
+        assert expected in done.stderr and done.stderr.count("\n") == 1
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
     """Run `shmserve client`; return its status and its output on stdout and stderr."""
     status = client.run(arguments)
-    shown = capsys.readouterr()
-    return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
+    captured = capsys.readouterr()
+    return status, [json.loads(line) for line in captured.out.splitlines()], captured.err
 
 
 def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,8 +387,8 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         assert ask(capsys, "load", there, "halves") == (0, [], "")
         for arguments in (("ready",), ("ready", "halves")):
             assert ask(capsys, *arguments, there) == (0, [{"ready": True}], "")
-        _, found, _ = ask(capsys, "models", there)
-        assert [row["name"] for row in found] == ["completed", "halves", "text"]
+        _, output, _ = ask(capsys, "models", there)
+        assert [row["name"] for row in output] == ["completed", "halves", "text"]
         _, (config,), _ = ask(capsys, "config", "halves", there)
         _, every, _ = ask(capsys, there, "stats")
         _, (stats,), _ = ask(capsys, there, "stats", "halves", "--model-version=1")
@@ -401,7 +403,7 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")
         assert region == {"name": "r", "offset": 0, "byte_size": 4096}
-        printed.append((found, config, stats))
+        printed.append((output, config, stats))
     for line in printed[1:]:
         assert line == printed[0]
 

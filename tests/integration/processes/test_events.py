@@ -40,12 +40,12 @@ def events(server: Server) -> Iterator[EventReader]:
 
 
 def heard(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
-    found: list[Any] = []
+    received: list[Any] = []
     for told in events.follow():
         assert not told.lost
-        found.append(told.event)
+        received.append(told.event)
         if last(told.event):
-            return found
+            return received
     raise AssertionError
 
 
@@ -78,12 +78,14 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     with server.http() as http:
         http.load("identity").ok()
         http.unload("identity").ok()
-    found = heard(events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded"))
-    states = [e.state for e in found if isinstance(e, m.ModelChanged)]
+    received = heard(
+        events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded")
+    )
+    states = [e.state for e in received if isinstance(e, m.ModelChanged)]
     assert states == ["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
-    titles = {e.title for e in found if isinstance(e, m.ProcessStarted)}
+    titles = {e.title for e in received if isinstance(e, m.ProcessStarted)}
     assert titles == {"worker identity.0 cpu", "scheduler identity"}
-    ended = {e.title: e.reason for e in found if isinstance(e, m.ProcessEnded)}
+    ended = {e.title: e.reason for e in received if isinstance(e, m.ProcessEnded)}
     assert ended == dict.fromkeys(titles, "exit status 0")
 
 
@@ -101,18 +103,18 @@ def test_a_load_that_is_refused(
 def test_a_killed_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     victim.kill()
-    found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
-    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in found
-    assert m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in found
+    received = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in received
+    assert m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in received
     server.wait_ready()
 
 
 def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     stopped(victim)
-    found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    received = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     reason = "signal 9: it was stopped for 0.4 s"
-    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in found
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in received
     server.wait_ready()
 
 
@@ -162,14 +164,14 @@ def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> 
         http.register("b", shared_object.key, 8192).ok()
         shared_object.truncate(0)
         server.find_one("worker simple.0").send_signal(signal.SIGBUS)
-        found = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
+        received = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
         reason = "it was truncated while a worker used it, and the worker died"
-        assert found[-1] == m.RegionUnregistered("b", reason)
-        assert m.RegionBlamed("b", reason) in found
+        assert received[-1] == m.RegionUnregistered("b", reason)
+        assert m.RegionBlamed("b", reason) in received
     server.wait_ready()
 
 
-def test_counters_come_again_and_again(server: Server, events: EventReader) -> None:
+def test_counters_are_published_repeatedly(server: Server, events: EventReader) -> None:
     def counters() -> dict[str, int]:
         *_, counted = heard(events, lambda event: isinstance(event, m.ModelCounted))
         assert (counted.name, counted.version) == ("simple", "1")
@@ -187,7 +189,7 @@ def test_counters_come_again_and_again(server: Server, events: EventReader) -> N
     assert after["pending"] == after["executing"] == 0
 
 
-def test_what_is_and_what_happens_are_printed(server: Server) -> None:
+def test_states_and_events_are_printed(server: Server) -> None:
     listed = run_command("events", f"--run-dir={server.run_dir}")
     assert listed.returncode == 0 and not listed.stderr
     for text in (" server: ready\n", " model simple version 1: READY\n", "scheduler simple: runs"):
@@ -197,9 +199,9 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
             pass
         with server.http() as http:
             assert http.load("none").status >= 400
-        while (shown := json.loads(line()))["event"] != "LoadRefused":
+        while (event := json.loads(line()))["event"] != "LoadRefused":
             pass
-        assert shown["name"] == "none" and "no such model" in shown["reason"]
+        assert event["name"] == "none" and "no such model" in event["reason"]
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
 
@@ -230,7 +232,7 @@ def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
     assert [process.pid for process in server.tree() if uses(process.pid)] == [server.pid]
 
 
-def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
+def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
     """A stopped subscriber receives the missed events later, as far as its queue holds them."""
     with (
         SharedObject(4096) as shared_object,
@@ -249,7 +251,7 @@ def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
         assert lines[-1].endswith(" region first: unregistered\n")
 
 
-def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
+def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
     """If the queue overflows, the received events and the reported losses add up to all events."""
     pairs, name = 1200, "n" * 250
     read = lost = 0
@@ -258,13 +260,13 @@ def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
     def read_to_the_end() -> None:
         nonlocal read, lost, last
         while last < 0:
-            told = json.loads(line())
-            if told["event"] == "EventsLost":
-                lost += told["count"]
+            document = json.loads(line())
+            if document["event"] == "EventsLost":
+                lost += document["count"]
             else:
                 read += 1
-                if told["event"] == "RegionRegistered" and told["name"].startswith("last-"):
-                    last = int(told["name"].removeprefix("last-"))
+                if document["event"] == "RegionRegistered" and document["name"].startswith("last-"):
+                    last = int(document["name"].removeprefix("last-"))
 
     with (
         SharedObject(4096) as shared_object,

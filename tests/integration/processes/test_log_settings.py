@@ -70,10 +70,10 @@ def http(server: Server) -> Iterator[Http]:
 
 
 def settings(http: Http) -> dict[str, Any]:
-    found = http.get(PATH).ok()
-    assert found.headers["Content-Type"] == "application/json"
-    assert list(found.json()) == list(DEFAULTS)
-    return dict(found.json())
+    settings = http.get(PATH).ok()
+    assert settings.headers["Content-Type"] == "application/json"
+    assert list(settings.json()) == list(DEFAULTS)
+    return dict(settings.json())
 
 
 def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
@@ -84,9 +84,10 @@ def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
         if value is not None:
             kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
             setattr(setting, kind, value)
-    found = call.LogSettings(request, timeout=20).settings
+    settings = call.LogSettings(request, timeout=20).settings
     return {
-        name: getattr(found[name], found[name].WhichOneof("parameter_choice")) for name in found
+        name: getattr(settings[name], settings[name].WhichOneof("parameter_choice"))
+        for name in settings
     }
 
 
@@ -231,7 +232,7 @@ def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
     """
     number = r"\d+" if pid is None else str(pid)
     start = rf"(?m)^([DIWE]) \S+ {re.escape(role)}[^\[\n]*\[{number}\] (.*)$"
-    return [" ".join(found) for found in re.findall(start, server.log())]
+    return [" ".join(match) for match in re.findall(start, server.log())]
 
 
 def told(server: Server, level: int) -> Callable[[], bool]:
@@ -295,7 +296,7 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
         ({"log_info": False, "log_warning": False, "log_error": False}, ""),
     ],
 )
-def test_a_model_is_heard_as_far_as_the_settings_say(
+def test_log_settings_reach_the_models_records(
     server: Server, http: Http, changes: dict[str, Any], shown: str
 ) -> None:
     http.post(PATH, changes).ok()
@@ -327,12 +328,12 @@ def test_a_process_that_starts_again_logs_as_the_others(
     dead.kill()
 
     def successor() -> psutil.Process | None:
-        return next((found for found in server.find(title) if found.pid != dead.pid), None)
+        return next((process for process in server.find(title) if process.pid != dead.pid), None)
 
     until("another takes its place", successor)
-    found = successor()
-    assert found is not None
-    until("it logs as the others", lambda: in_iso(server, found.pid))
+    process = successor()
+    assert process is not None
+    until("it logs as the others", lambda: in_iso(server, process.pid))
     server.wait_ready()
     with server.http() as again:
         again.infer("talker", ROW).ok()

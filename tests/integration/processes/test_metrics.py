@@ -44,8 +44,8 @@ def rows(count: int) -> dict[str, Any]:
 
 
 def stats(http: Http, model: str) -> dict:
-    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-    return dict(found)
+    (entry,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(entry)
 
 
 def test_everything_exists_at_zero(counted: Server) -> None:
@@ -71,12 +71,12 @@ def test_counts(counted: Server) -> None:
         http.infer("simple", rows(2)).ok()
         http.infer("simple", {"inputs": []})
         until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
-        found = stats(http, "simple")
-        assert found["name"] == "simple"
-        assert found["version"] == "1"
-        assert found["execution_count"] == 6
-        assert found["last_inference"] > 1_600_000_000_000
-        inference = found["inference_stats"]
+        statistics = stats(http, "simple")
+        assert statistics["name"] == "simple"
+        assert statistics["version"] == "1"
+        assert statistics["execution_count"] == 6
+        assert statistics["last_inference"] > 1_600_000_000_000
+        inference = statistics["inference_stats"]
         for part in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
             assert inference[part]["count"] == 6, part
             assert inference[part]["ns"] > 0, part
@@ -87,7 +87,8 @@ def test_counts(counted: Server) -> None:
         )
         assert parts <= inference["success"]["ns"]
         assert [
-            (batch["batch_size"], batch["compute_infer"]["count"]) for batch in found["batch_stats"]
+            (batch["batch_size"], batch["compute_infer"]["count"])
+            for batch in statistics["batch_stats"]
         ] == [(1, 5), (2, 1)]
         everything = http.get("/v2/models/stats").ok().json()["model_stats"]
         names = ["closing", "crimes", "simple", "untouched"]
@@ -100,10 +101,10 @@ def test_counts(counted: Server) -> None:
 
 
 def test_failures_are_counted_by_reason(counted: Server) -> None:
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
+    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
     with counted.http() as http:
         reply = http.infer(
-            "crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
+            "crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
         )
         assert reply.status == 500
         until(
@@ -163,8 +164,8 @@ def test_counters_survive_gateways_and_workers(
     repositories.add(repository, "simple")
     server = serve(repository, "--gateways=2")
     with request_pool(server, 8) as pool:
-        asked = [pool.send(lambda http: http.get("/v2/health/live")) for _ in range(8)]
-        assert all(answer.result().status == 200 for answer in asked)
+        pending_calls = [pool.send(lambda http: http.get("/v2/health/live")) for _ in range(8)]
+        assert all(answer.result().status == 200 for answer in pending_calls)
         for _ in range(40):
             pool.infer("simple", rows(1))
     until("all is counted", lambda: server.metric("nv_inference_count", model="simple") == 40)
@@ -182,7 +183,7 @@ def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
         metrics.get("/metrics")
 
 
-def test_latencies_are_shown_as_metrics_config_says(
+def test_latencies_appear_as_metrics_config_sets(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
     repositories.add(repository, "simple")

@@ -114,15 +114,15 @@ asyncio.run(main())
 """
 
 
-def test_a_process_that_is_continued_while_nobody_looks() -> None:
+def test_a_stopped_process_is_continued_after_its_time_limit() -> None:
     """The supervisor was stopped as well, so it detects an expired time limit first."""
     assert output(_LATE) == "signal 15\n"
 
 
 def test_an_end_that_cannot_be_dealt_with() -> None:
     """The exception is logged, and the next exit is handled."""
-    told = sorted(output(_TROUBLE).splitlines())
-    assert told == [
+    lines = sorted(output(_TROUBLE).splitlines())
+    assert lines == [
         "RuntimeError('one')",
         "RuntimeError('other')",
         "the exit of one could not be handled",
@@ -142,6 +142,6 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
 
 def output(script: str) -> str:
     """Return the output of a script, which must not log anything else."""
-    found = run_python("-c", script, timeout_s=20)
-    assert found.stderr == ""
-    return found.stdout
+    run = run_python("-c", script, timeout_s=20)
+    assert run.stderr == ""
+    return run.stdout

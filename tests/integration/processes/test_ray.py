@@ -94,12 +94,12 @@ def of(folder: Path) -> list[psutil.Process]:
     """Return the processes whose temporary files are in a folder; a supervisor hides its
     environment.
     """
-    found = []
+    events = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("TMPDIR") == str(folder):
-                found.append(process)
-    return list(filter(runs, found))
+                events.append(process)
+    return list(filter(runs, events))
 
 
 def until_nothing_is_left(folder: Path) -> None:
@@ -179,8 +179,8 @@ class Stream:
 
     @staticmethod
     def _nodes(lines: bytes) -> list[str]:
-        found = [line[6:] for line in lines.splitlines() if line.startswith(b"data: ")]
-        return [str(json.loads(event)["NODE"]) for event in found]
+        events = [line[6:] for line in lines.splitlines() if line.startswith(b"data: ")]
+        return [str(json.loads(event)["NODE"]) for event in events]
 
     def rest(self) -> list[str]:
         """Return the responses after the first.
@@ -295,7 +295,7 @@ def test_a_server_that_is_there_is_found(
     asyncio.run(use())
 
 
-def test_a_server_that_cannot_start_says_so(own: Path) -> None:
+def test_a_server_that_cannot_start_raises_its_error(own: Path) -> None:
     async def use() -> None:
         async with started({**FLAGS, "model-repository": "/missing"}) as server:
             with pytest.raises(RuntimeError, match=r"shmserve serve exited with status [12]; see"):
@@ -305,7 +305,7 @@ def test_a_server_that_cannot_start_says_so(own: Path) -> None:
     assert not list(own.iterdir())
 
 
-def test_a_server_that_ends_is_told(own: Path) -> None:
+def test_a_server_that_exits_raises_an_error(own: Path) -> None:
     async def use() -> None:
         async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
             await server.wait_ready()

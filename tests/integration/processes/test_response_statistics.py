@@ -31,15 +31,15 @@ def repeating(models: Path, start: Start) -> Server:
 
 
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         for count in (3, 1):
             # The statistics count the first-response time in whole ms.
             send_repeat(client, list(range(count)), delay_ms=2)
-            assert ended(told) == count
+            assert ended(results) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
-        (found,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
-    rows = found["response_stats"]
+        (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
+    rows = statistics["response_stats"]
     counts = {
         index: {name: entry["count"] for name, entry in row.items()} for index, row in rows.items()
     }
@@ -58,7 +58,10 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     for row in rows.values():
         parts = row["compute_infer"]["ns"] + row["compute_output"]["ns"]
         assert parts == row["success"]["ns"] + row["empty_response"]["ns"]
-    assert (found["inference_count"], found["inference_stats"]["success"]["count"]) == (2, 2)
+    assert (statistics["inference_count"], statistics["inference_stats"]["success"]["count"]) == (
+        2,
+        2,
+    )
     over_grpc_too = {index: row.success.count for index, row in over_grpc.response_stats.items()}
     assert over_grpc_too == {"0": 2, "1": 1, "2": 1, "3": 0}
     first = {
@@ -69,8 +72,8 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     assert first == {"0.001": 0, "60000": 2, "+Inf": 2}
     assert repeating.metric(f"{FIRST}_count", model="repeat") == 2
     lines = [line for line in repeating.metrics().splitlines() if line.startswith(FIRST)]
-    whole = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
-    assert sum(re.fullmatch(whole, line) is not None for line in lines) == 1
+    full_text = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
+    assert sum(re.fullmatch(full_text, line) is not None for line in lines) == 1
     assert f'{FIRST}_bucket{{model="repeat",version="1",le="60000"}} 2' in lines
     standard = {
         labels["le"]
@@ -81,15 +84,15 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
 
 
 def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+    with stream(repeating) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
         for _ in range(2):
-            told.get(timeout=30)
+            results.get(timeout=30)
 
     def cancelled() -> int:
         with repeating.http() as http:
-            (found,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
-        return sum(row["cancel"]["count"] for row in found["response_stats"].values())
+            (statistics,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
+        return sum(row["cancel"]["count"] for row in statistics["response_stats"].values())
 
     until("the cancellation is counted", lambda: cancelled() == 1)
     assert (
@@ -97,12 +100,12 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
     )
 
 
-def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
-    with stream(repeating) as (client, told):
+def test_a_partly_answered_request_fails_with_its_worker(repeating: Server) -> None:
+    with stream(repeating) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
-        told.get(timeout=30)
+        results.get(timeout=30)
         repeating.find_one("worker killed.0").kill()
-        assert "died before this request's last response" in failed(told)
+        assert "died before this request's last response" in failed(results)
         until("there is another worker", lambda: bool(repeating.find("worker killed.0")))
         send_repeat(client, [5], model="killed")
-        assert ended(told) == 1
+        assert ended(results) == 1

@@ -41,8 +41,8 @@ class Load:
         with contextlib.suppress(ValueError):  # raised if the program was ended
             self._program.stdin.write("\n")
             self._program.stdin.flush()
-        found: dict[str, dict[str, int]] = json.loads(self._program.stdout.readline())
-        return found
+        outcomes: dict[str, dict[str, int]] = json.loads(self._program.stdout.readline())
+        return outcomes
 
     def wait_answered(self) -> None:
         """Wait until the clients of each protocol have further responses."""
@@ -58,10 +58,10 @@ class Load:
         """Stop the program; return all results."""
         assert self._program.stdin is not None and self._program.stdout is not None
         self._program.stdin.close()
-        found: dict[str, dict[str, int]] = json.loads(self._program.stdout.readlines()[-1])
+        outcomes: dict[str, dict[str, int]] = json.loads(self._program.stdout.readlines()[-1])
         self._program.wait()
         self._program.stdout.close()
-        return found
+        return outcomes
 
 
 def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
@@ -93,10 +93,12 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
         lent = {"http": [http.fileno()], "grpc": [grpc.fileno()], "local": [local.fileno()]}
 
         def begin() -> subprocess.Popen[bytes]:
-            given = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
-            names = ":".join(name for name, _ in given)
-            told = {"NOTIFY_SOCKET": manager.address}
-            server = start([fd for _, fd in given], names, folder / "models", folder, **told)
+            descriptors = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
+            names = ":".join(name for name, _ in descriptors)
+            environment = {"NOTIFY_SOCKET": manager.address}
+            server = start(
+                [fd for _, fd in descriptors], names, folder / "models", folder, **environment
+            )
             manager.receive("READY=1")
             return server
 
@@ -113,13 +115,13 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
                 server = begin()
                 load.wait_answered()
         finally:
-            found = load.end()
+            outcomes = load.end()
             server.terminate()
             server.wait()
-        assert_unnoticed(found)
+        assert_unnoticed(outcomes)
 
 
-def test_by_taking_over(folder: Path) -> None:
+def test_restarts_by_takeover(folder: Path) -> None:
     """Each server is started while its predecessor runs, without a service manager for the
     sockets.
     """
@@ -143,10 +145,10 @@ def test_by_taking_over(folder: Path) -> None:
                 before.discard()
     finally:
         if load is not None:
-            found = load.end()
+            outcomes = load.end()
         server.stop()
         first.discard()
-    assert_unnoticed(found)
+    assert_unnoticed(outcomes)
     assert not run_dir.exists()
 
 
@@ -187,5 +189,5 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
                 assert "status" not in systemd.run("systemctl", *how, "shmserve.service")
                 load.wait_answered()
         finally:
-            found = load.end()
-        assert_unnoticed(found)
+            outcomes = load.end()
+        assert_unnoticed(outcomes)

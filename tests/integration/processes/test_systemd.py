@@ -130,9 +130,9 @@ def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
     assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
     assert "model simple: loading\nmodel simple: ready" in log(systemd, "SHMSERVE_MODEL=simple")
     assert "HTTP service at" not in log(systemd, "SHMSERVE_MODEL=simple")
-    found = processes(systemd).items()
+    processes_by_title = processes(systemd).items()
     # In containers that do not permit -200, the scores are relative to 0.
-    files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in found}
+    files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in processes_by_title}
     score = {title: int(file.read_text()) for title, file in files.items()}
     own = score["supervisor"]
     assert own in (-200, 0)
@@ -232,8 +232,8 @@ def test_a_user_has_one(systemd: Systemd) -> None:
     repositories.add(systemd.path(f"{HOME}/.local/share/shmserve/models"), "simple")
     started = run("systemctl", "--user", "start", SERVICE)
     assert "status" not in started, started
-    shown = run("systemctl", "--user", "show", "-pStatusText", SERVICE)
-    assert shown == "StatusText=1/1 models ready"
+    completed = run("systemctl", "--user", "show", "-pStatusText", SERVICE)
+    assert completed == "StatusText=1/1 models ready"
     path = f"{RUNTIME}/shmserve-http.sock"
     assert run("curl", "-si", "--unix-socket", path, "http://host/v2/health/ready")[9:12] == "200"
     assert "status" not in run(*COMMAND, "remove", "--user")

@@ -162,7 +162,7 @@ def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Pat
         following.discard()
 
 
-def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
+def test_a_successor_takes_over_sockets_and_regions(repository: Path, run_dir: Path) -> None:
     """Unix sockets, addresses and regions are taken over twice; the last server leaves nothing."""
     path = run_dir.parent / "http.sock"
     flags = (f"--http-unix-socket={path}", "--gateways=1")
@@ -184,7 +184,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
             with shmserve.client.connect(run_dir) as native:
                 assert native.models()
             with EventReader(run_dir) as reader:
-                events = [told.event for told in reader.snapshot()]
+                events = [received.event for received in reader.snapshot()]
             pids = {event.pid for event in events if isinstance(event, ProcessStarted)}
             assert {process.pid for process in following.find("gateway")} <= pids
             assert server_pid(run_dir) == following.pid

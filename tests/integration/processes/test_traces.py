@@ -106,16 +106,16 @@ def by_native(server: Server) -> Any:
 @pytest.mark.parametrize("ask", [by_http, by_grpc, by_native])
 def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> None:
     for _ in range(3):  # cached responses of earlier requests are not returned
-        told = ask(server)
-        assert told["batch_size"] == 1
-        assert told["batch_closed"] == "idle"
-        parts = [told[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
+        trace_id = ask(server)
+        assert trace_id["batch_size"] == 1
+        assert trace_id["batch_closed"] == "idle"
+        parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
         assert min(parts) >= 0
         # Each phase is rounded to whole microseconds.
-        assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]
+        assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
 
 
-def test_who_does_not_ask_is_not_told(http: Http) -> None:
+def test_no_explanation_without_the_parameter(http: Http) -> None:
     request = {"inputs": [json_input("X", ROW)], "parameters": {"explain": False}}
     assert "parameters" not in http.infer("one", request).ok().json()
 
@@ -131,21 +131,21 @@ def explained(server: Server, model: str, given: str = "X") -> Any:
     ("model", "given", "key", "inner"),
     [("both", "IN", "steps", ["one", "two"]), ("calls", "X", "calls", ["one"])],
 )
-def test_what_others_took_is_told(
+def test_the_time_of_inner_models_is_explained(
     server: Server, model: str, given: str, key: str, inner: list[str]
 ) -> None:
-    told = explained(server, model, given)
-    assert [trace["model"] for trace in told[key]] == inner
-    for trace in told[key]:
-        assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= told["total_us"]
+    explanation = explained(server, model, given)
+    assert [trace["model"] for trace in explanation[key]] == inner
+    for trace in explanation[key]:
+        assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= explanation["total_us"]
         assert trace["batch_closed"] == "idle"
 
 
 def slow_lines(server: Server, model: str) -> list[Any]:
-    found = re.findall(
+    lines = re.findall(
         rf"inference of model '{model}' was slow: (\{{.*?\}})(?: |$)(.*)", server.log()
     )
-    return [(json.loads(told), more) for told, more in found]
+    return [(json.loads(trace_text), more) for trace_text, more in lines]
 
 
 def test_slow_requests_are_logged(server: Server) -> None:
@@ -153,18 +153,20 @@ def test_slow_requests_are_logged(server: Server) -> None:
         http.infer("slow", {**X, "id": "me"}).ok()
         assert http.infer("boom", X).status == 500
     server.wait_log("inference of model 'boom' was slow")
-    ((told, more),) = slow_lines(server, "slow")
-    assert told["compute_infer_us"] >= 5000
-    assert told["encode_us"] >= 0
+    ((trace_text, more),) = slow_lines(server, "slow")
+    assert trace_text["compute_infer_us"] >= 5000
+    assert trace_text["encode_us"] >= 0
     assert more.startswith("request=me trace=")
-    ((told, _),) = slow_lines(server, "boom")
-    assert "boom" in told["error"]
-    assert told["total_us"] >= 5000
+    ((trace_text, _),) = slow_lines(server, "boom")
+    assert "boom" in trace_text["error"]
+    assert trace_text["total_us"] >= 5000
 
 
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     def lines(model: str) -> list[Any]:
-        return [(told, more) for told, more in slow_lines(server, model) if "native" in more]
+        return [
+            (trace_text, more) for trace_text, more in slow_lines(server, model) if "native" in more
+        ]
 
     with shmserve.client.connect(server.run_dir) as client:
         assert client.infer("slow", X=ROW[0], request_id="native")["Y"].item() == 2
@@ -175,11 +177,11 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
             client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
     for model in ("slow", "many", "boom", "late"):
         until(f"'{model}' is logged", partial(lines, model))
-    ((told, more),) = lines("slow")
-    assert told["compute_infer_us"] >= 5000
+    ((trace_text, more),) = lines("slow")
+    assert trace_text["compute_infer_us"] >= 5000
     assert re.fullmatch("request=native trace=[0-9a-f]{32}", more)
-    ((told, _),) = lines("boom")
-    assert "boom" in told["error"]
+    ((trace_text, _),) = lines("boom")
+    assert "boom" in trace_text["error"]
 
 
 def told_by_http(server: Server) -> Any:
@@ -216,15 +218,15 @@ def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
     assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE}", server.log())
 
 
-def test_errors_say_whose_trace_it_is(server: Server) -> None:
-    given = {"traceparent": TRACEPARENT}
-    wrong = {"inputs": [json_input("NOPE", ROW)]}
+def test_errors_name_the_trace(server: Server) -> None:
+    headers = {"traceparent": TRACEPARENT}
+    wrong_body = {"inputs": [json_input("NOPE", ROW)]}
     with server.http() as http:
-        for model, body in (("boom", X), ("one", wrong), ("nope", X)):
-            refused = http.infer(model, body, given)
+        for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
+            refused = http.infer(model, body, headers)
             assert refused.status >= 400
             assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
-            assert "traceparent" not in http.infer(model, wrong, {"traceparent": "x"}).headers
+            assert "traceparent" not in http.infer(model, wrong_body, {"traceparent": "x"}).headers
         untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
@@ -235,9 +237,9 @@ def test_errors_say_whose_trace_it_is(server: Server) -> None:
             )
             model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
             with pytest.raises(grpc.RpcError) as failed:
-                call.ModelInfer(model_infer_request, metadata=list(given.items()), timeout=20)
-            told = dict(failed.value.trailing_metadata())
-            assert told["traceparent"].startswith(f"00-{TRACE}-")
+                call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
+            metadata = dict(failed.value.trailing_metadata())
+            assert metadata["traceparent"].startswith(f"00-{TRACE}-")
     with shmserve.client.connect(server.run_dir) as native:
         with pytest.raises(shmserve.client.ShmserveError) as died:
             native.infer("boom", X=ROW[0], traceparent=TRACEPARENT)
@@ -280,15 +282,15 @@ def stream_by_native(server: Server) -> Any:
 
 @pytest.mark.parametrize("ask", [stream_by_http, stream_by_grpc, stream_by_native])
 def test_a_stream_is_explained_at_its_end(server: Server, ask: Callable[[Server], Any]) -> None:
-    told = ask(server)
-    assert told["compute_infer_us"] >= 10_000
-    parts = [told[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
+    trace_id = ask(server)
+    assert trace_id["compute_infer_us"] >= 10_000
+    parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
     assert min(parts) >= 0
-    assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]
+    assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
 
 
 @pytest.mark.parametrize("door", ["http", "stream", "grpc"])
-def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) -> None:
+def test_a_request_of_a_disconnected_client_is_traced(server: Server, door: str) -> None:
     before = server.log().count("the client has disconnected")
     if door == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
@@ -302,11 +304,11 @@ def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) 
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
     until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
-    found = [more for more, _ in slow_lines(server, "late") if more.get("error")]
-    assert found[-1]["total_us"] >= 50_000
+    failures = [more for more, _ in slow_lines(server, "late") if more.get("error")]
+    assert failures[-1]["total_us"] >= 50_000
 
 
-def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:
+def test_a_malformed_traceparent_is_refused(server: Server) -> None:
     with (
         shmserve.client.connect(server.run_dir) as client,
         pytest.raises(shmserve.client.InvalidArgument, match="traceparent must have W3C"),
@@ -331,7 +333,7 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     return [(entry, {one["name"]: one["ns"] for one in stamps[entry["id"]]}) for entry in about]
 
 
-def test_settings_are_changed_and_given_back(traced: Server, tmp_path: Path) -> None:
+def test_trace_settings_are_changed_and_reset(traced: Server, tmp_path: Path) -> None:
     off = {**OFF, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(traced.url) as client:
         assert client.get_trace_settings() == off
@@ -448,12 +450,15 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
         ({"trace_level": "SOME"}, 400, "Unable to parse 'trace_level', got: SOME"),
         ({"trace_rate": "x"}, 400, "Unable to parse 'trace_rate', got: x"),
         ({"trace_rate": "-1"}, 400, "Unable to parse 'trace_rate', value is out of range"),
+        ({"trace_rate": "9" * 20}, 400, "Unable to parse 'trace_rate', value is out of range"),
+        ({"trace_level": ["TENSORS"]}, 400, "Attempting to set invalid trace setting :trace file "),
+        ({"trace_level": ["TENSORS"], "trace_rate": "0"}, 400, "sample rate must be non-zero"),
         ({"trace_count": "-2"}, 400, "'trace_count'. Expecting value >= -1, got:-2"),
         ({"trace_file": "/x"}, 501, "trace file location can not be updated through network"),
         ({"trace_rate": {}}, 400, "'trace_rate' must be a string"),
     ],
 )
-def test_what_is_no_setting_is_refused(
+def test_unknown_trace_settings_are_refused(
     server: Server, settings: dict[str, Any], status: int, says: str
 ) -> None:
     with server.http() as http:
@@ -461,7 +466,8 @@ def test_what_is_no_setting_is_refused(
         assert reply.status == status
         assert says in reply.error
         reply = http.get("/v2/models/nope/trace/setting")
-        assert (reply.status, reply.error) == (404, "Request for unknown model : nope")
+        assert (reply.status, reply.error) == (400, "Request for unknown model : nope")
+        assert http.get("/v2/trace/setting").json()["trace_level"] == ["OFF"]
     if "trace_rate" in settings and isinstance(settings["trace_rate"], str):
         with (
             grpcclient.InferenceServerClient(server.grpc_url) as client,
@@ -527,23 +533,27 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_p
 @pytest.fixture
 def collected(models: Path) -> Iterator[tuple[Server, Collector]]:
     """Yield a server that sends its traces to a collector, and the collector."""
-    with collector() as made:
+    with collector() as collected_spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
-        exporter = (f"url={made.url}", "resource=deployment=test", "bsp_schedule_delay=100")
-        told = (*flags, *(f"opentelemetry,{setting}" for setting in exporter))
+        exporter = (
+            f"url={collected_spans.url}",
+            "resource=deployment=test",
+            "bsp_schedule_delay=100",
+        )
+        trace_flags = (*flags, *(f"opentelemetry,{setting}" for setting in exporter))
         with running(
-            models, *(f"--trace-config={setting}" for setting in told), grpc=True
+            models, *(f"--trace-config={setting}" for setting in trace_flags), grpc=True
         ) as started:
-            yield started, made
+            yield started, collected_spans
 
 
 def spans_of(made: Collector, count: int) -> dict[str, Any]:
     """Wait for `count` spans; return them by name, the first of each."""
     until(f"{count} spans have come", lambda: len(made.spans) >= count)
     assert len(made.spans) == count
-    found = {span.name: span for span in reversed(made.spans)}
+    spans = {span.name: span for span in reversed(made.spans)}
     made.spans.clear()
-    return found
+    return spans
 
 
 PARTS = ("queue", "compute_input", "compute", "compute_output")
@@ -553,7 +563,7 @@ PARTS = ("queue", "compute_input", "compute", "compute_output")
 def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
     collected: tuple[Server, Collector], door: str
 ) -> None:
-    server, made = collected
+    server, collected_spans = collected
     if door == "http":
         with server.http() as http:
             http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
@@ -567,7 +577,7 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
             infer_input = grpcclient.InferInput("IN", [1, 1], "FP32")
             infer_input.set_data_from_numpy(ROW)
             client.infer("both", [infer_input], headers={"traceparent": TRACEPARENT})
-    spans = spans_of(made, 12 if door == "native" else 14)
+    spans = spans_of(collected_spans, 12 if door == "native" else 14)
     if door != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
         assert {each.parent_span_id for each in order} == {spans["InferRequest"].span_id}
@@ -585,34 +595,38 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
         assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
     assert {spans[part].parent_span_id for part in PARTS} == {one.span_id}
     assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60
-    assert made.resources[0]["service.name"] == "shmserve"
-    assert made.resources[0]["deployment"] == "test"
+    assert collected_spans.resources[0]["service.name"] == "shmserve"
+    assert collected_spans.resources[0]["deployment"] == "test"
 
 
 def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> None:
-    server, made = collected
+    server, collected_spans = collected
     with server.http() as http:
         http.infer("calls", X).ok()
-        spans = spans_of(made, 13)
+        spans = spans_of(collected_spans, 13)
         assert spans["one"].parent_span_id == spans["calls"].span_id
         assert not spans["InferRequest"].parent_span_id
         assert http.infer("boom", X).status == 500
-        failed = spans_of(made, 8)["InferRequest"]
+        failed = spans_of(collected_spans, 8)["InferRequest"]
         assert failed.status.code == 2
         assert "boom" in failed.status.message
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE not in {span.trace_id.hex() for span in spans_of(made, 8).values()}
+        assert TRACE not in {span.trace_id.hex() for span in spans_of(collected_spans, 8).values()}
 
 
-def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
-    with collector() as made:
+def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
+    with collector() as collected_spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
-        told = (*flags, f"opentelemetry,url={made.url}", "opentelemetry,bsp_schedule_delay=60000")
-        with running(models, *(f"--trace-config={setting}" for setting in told)) as server:
+        trace_flags = (
+            *flags,
+            f"opentelemetry,url={collected_spans.url}",
+            "opentelemetry,bsp_schedule_delay=60000",
+        )
+        with running(models, *(f"--trace-config={setting}" for setting in trace_flags)) as server:
             with server.http() as http:
                 http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-            assert not made.spans
+            assert not collected_spans.spans
             server.stop()
-        assert len(made.spans) == 8
+        assert len(collected_spans.spans) == 8

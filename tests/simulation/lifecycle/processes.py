@@ -257,11 +257,11 @@ class SimulatedProcesses:
 
     def worker_overruns(self) -> None:
         """Let the scheduler of a random worker request its end, some time after the overrun."""
-        found = [handler for handler in self._handlers if isinstance(handler, SchedulerAddress)]
-        if self.workers and found:
+        handlers = [handler for handler in self._handlers if isinstance(handler, SchedulerAddress)]
+        if self.workers and handlers:
             child = self.world.random.choice(self.workers)
             number = child.version.scheduler.number if child.version is not None else 0
-            for address in found:
+            for address in handlers:
                 if address.number == number:
                     self.world.fault("worker overruns", child)
                     kill = m.KillInstance(child.pid, "it takes too long")

@@ -53,8 +53,10 @@ class ObservedVersion(ModelVersion):
 
     def steps_known(self) -> list[Any]:
         """Return the published configurations of the step models."""
-        found = [self._find(*step) for step in self.spec.steps]
-        return [None if version is None else version.config.immutable_config for version in found]
+        versions = [self._find(*step) for step in self.spec.steps]
+        return [
+            None if version is None else version.config.immutable_config for version in versions
+        ]
 
     @property
     def memory_ranges(self) -> list[Instance]:

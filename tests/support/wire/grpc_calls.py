@@ -20,10 +20,10 @@ def stub(server: Server, url: str = "") -> Iterator[Any]:
     """Yield the stub generated from Triton's protocol, on its own channel; `url` is the address."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(url or server.grpc_url, options) as channel:
-        made = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        grpc_stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         # Connects the channel.
-        made.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True)
-        yield made
+        grpc_stub.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True)
+        yield grpc_stub
 
 
 def simple_request(request_id: str = "", *, raw: bool = True, **members: Any) -> Any:

@@ -72,7 +72,7 @@ class Reply:
         size = self.headers.get("Inference-Header-Content-Length")
         cut = len(self.body) if size is None else int(size)
         rest = self.body[cut:]
-        found = {}
+        arrays = {}
         for output in json.loads(self.body[:cut])["outputs"]:
             parameters = output.get("parameters", {})
             if "binary_data_size" in parameters:
@@ -80,13 +80,13 @@ class Reply:
                     rest[: parameters["binary_data_size"]],
                     rest[parameters["binary_data_size"] :],
                 )
-                found[output["name"]] = _from_binary(output, raw)
+                arrays[output["name"]] = _from_binary(output, raw)
             elif "data" in output:
-                found[output["name"]] = _from_json(output)
+                arrays[output["name"]] = _from_json(output)
             else:
-                found[output["name"]] = None
+                arrays[output["name"]] = None
         assert not rest
-        return found
+        return arrays
 
 
 def _from_binary(output: Mapping[str, Any], raw: bytes) -> Any:
@@ -110,12 +110,12 @@ def join_bytes(elements: Sequence[bytes]) -> bytes:
 
 def split_bytes(raw: bytes) -> list[bytes]:
     """Return the elements of a serialised BYTES tensor."""
-    found = []
+    chunks = []
     while raw:
         size = int.from_bytes(raw[:4], "little")
-        found.append(raw[4 : 4 + size])
+        chunks.append(raw[4 : 4 + size])
         raw = raw[4 + size :]
-    return found
+    return chunks
 
 
 def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
@@ -140,10 +140,13 @@ def shm_input(
 
 
 def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = {"shared_memory_region": region, "shared_memory_byte_size": byte_size}
+    parameters: dict[str, Any] = {
+        "shared_memory_region": region,
+        "shared_memory_byte_size": byte_size,
+    }
     if offset:
-        found["shared_memory_offset"] = offset
-    return found
+        parameters["shared_memory_offset"] = offset
+    return parameters
 
 
 def binary_request(

@@ -16,10 +16,10 @@ Told = queue.Queue[Any]
 @contextmanager
 def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, Told]]:
     """Yield a stream, and the queue of its responses and errors."""
-    told: Told = queue.Queue()
+    results: Told = queue.Queue()
     with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: told.put(error or result.get_response()))
-        yield client, told
+        client.start_stream(lambda result, error: results.put(error or result.get_response()))
+        yield client, results
         client.stop_stream(cancel_requests=True)
 
 
@@ -56,6 +56,6 @@ def ended(told: Told) -> int:
 
 def failed(told: Told) -> str:
     """Return the error that ends the responses."""
-    while not isinstance(found := told.get(timeout=30), triton.InferenceServerException):
+    while not isinstance(result := told.get(timeout=30), triton.InferenceServerException):
         pass
-    return str(found)
+    return str(result)

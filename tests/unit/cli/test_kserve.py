@@ -27,8 +27,8 @@ def manifest(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def container(manifest: dict[str, Any]) -> dict[str, Any]:
-    (found,) = manifest["spec"]["containers"]
-    return dict(found)
+    (container,) = manifest["spec"]["containers"]
+    return dict(container)
 
 
 def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:
@@ -60,11 +60,11 @@ def test_the_image_is_named(capsys: pytest.CaptureFixture[str], manifest: dict[s
     assert container(printed(capsys, "--image=registry/a:1"))["image"] == "registry/a:1"
 
 
-def test_its_flags_are_those_that_its_ports_and_probes_need(
+def test_the_flags_of_the_container_match_its_ports_and_probes(
     manifest: dict[str, Any], tmp_path: Path
 ) -> None:
     main = container(manifest)
-    assert main["name"] == "kserve-container"  # which KServe mounts the model into
+    assert main["name"] == "kserve-container"  # the folder at which KServe mounts the model
     assert main["command"] == ["shmserve", "serve"]
     args = [argument.replace("/mnt/models", str(tmp_path)) for argument in main["args"]]
     config = server.from_flags(command_line.parse(args), {})

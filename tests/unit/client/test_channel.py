@@ -1,4 +1,6 @@
-"""Who waits for answers is told of all that happens, also of what happens while it looks around."""
+"""A channel that waits for responses receives all events, also those that arrive while it
+handles others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def listener(tmp_path: Path) -> Iterator[None]:
-    """A server that has no models, and says nothing more to the one program it lets in."""
+    """Yield a server without models that admits one program and sends nothing more."""
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
@@ -64,13 +66,13 @@ def listener(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[ServerConnection]:
     with listener(tmp_path):
-        made = ServerConnection(tmp_path, 5.0)
-        yield made
-        made.close()
+        connection = ServerConnection(tmp_path, 5.0)
+        yield connection
+        connection.close()
 
 
 def built(connection: ServerConnection) -> PackedRequest:
-    """A request of a model whose scheduler nobody reaches."""
+    """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
@@ -105,7 +107,7 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
         channel.close()
 
 
-def test_a_task_that_comes_while_answers_are_taken_is_run(
+def test_a_task_that_arrives_while_answers_are_read_is_run(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = connection._own
@@ -189,7 +191,7 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
         assert str(said[0]) == "this client is closed"
 
 
-def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
+def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) -> None:
     submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
@@ -247,11 +249,13 @@ def test_answers_are_copied_by_several_at_a_time(
     try:
         os.write(fd, bytes(4095) + b"!")
         place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
-        gc.collect()  # or it does in the middle: what tests before this one have left
+        # Otherwise the collection may run during the measurement and free objects of earlier
+        # tests.
+        gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         copy()
         assert copies == [b"!", b"!"]
-        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two descriptors
     finally:
         os.close(fd)
 
@@ -261,14 +265,12 @@ def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     built = SimpleNamespace(segments=(), as_torch=False)
     reader: Any = SimpleNamespace(built=built, copied=lambda _: copy)
     place = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
-    found = results._in_memory(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
-    assert found.tolist() == [0, 1, 2, 3] and found.flags.writeable
-    assert np.shares_memory(found, np.frombuffer(copy, np.float32))
+    array = results._in_memory(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
+    assert array.tolist() == [0, 1, 2, 3] and array.flags.writeable
+    assert np.shares_memory(array, np.frombuffer(copy, np.float32))
 
 
-def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
-    connection: ServerConnection, tmp_path: Path
-) -> None:
+def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_path: Path) -> None:
     """However many are cancelled at once."""
     count = 2 * MOST_ELEMENTS
     router = UntrustedRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
@@ -282,7 +284,7 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
 
         def all_are_there() -> bool:
             numbers.extend(message.id for _, message in router.receive())
-            link.receive()  # sends what was not taken before
+            link.receive()  # sends the messages that were waiting for credit
             return len(numbers) == count
 
         until("all are there", all_are_there, 60)

@@ -48,7 +48,7 @@ CONFIG = {
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    """Memory that a server has been told of."""
+    """Yield the memories that a server has accepted."""
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -56,9 +56,9 @@ def memories() -> Iterator[Memories]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    made = Memories(64 << 20, share, lambda segment: None)
-    yield made
-    made.close()
+    new_memories = Memories(64 << 20, share, lambda segment: None)
+    yield new_memories
+    new_memories.close()
 
 
 def published(name: str = "m", version: str = "1", latest: bool = True) -> m.ModelPublished:
@@ -68,7 +68,7 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
     )
 
 
-def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
+def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
     alone = memories.allocate(100, alone=True)
@@ -131,7 +131,8 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
     def interrupted(*_: int) -> None:
         raise KeyboardInterrupt
 
-    gc.collect()  # or it does in the middle: what tests before this one have left
+    # Otherwise the collection may run during the measurement and free objects of earlier tests.
+    gc.collect()
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", interrupted)
@@ -153,7 +154,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     x = np.ones((1, 2_000_000), np.float32)
     region = Region(memories, {"y": ((1, 8192), "FP32")})
     outputs = region if loose else None
-    for _ in range(20):  # of which eight would have all that there may be
+    for _ in range(20):  # eight blocks use all the memory
         with monkeypatch.context() as patch:
             patch.setattr(np, "copyto", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -166,14 +167,14 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
 
 
 def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
-    given: Any = {
+    fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
         "c": (np.zeros((1, 5)).shape, np.dtype("int64")),
         "d": ([2], bool),
         "e": (3, "BF16"),
     }
-    with Region(memories, given) as region:
+    with Region(memories, fields) as region:
         kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
         assert {name: spec[1] for name, spec in region.specs.items()} == kinds
         assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
@@ -292,7 +293,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
 
 def test_every_form_is_checked(memories: Memories) -> None:
     model = ClientModel(published())
-    wrong: list[tuple[Any, str]] = [
+    wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
@@ -300,7 +301,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
         ({"x": "word"}, "cannot be converted to FP32"),
     ]
-    for inputs, text in wrong:
+    for inputs, text in wrong_cases:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
     assert not model.prepared
@@ -374,7 +375,7 @@ def test_options_as_they_travel() -> None:
 
 
 def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
-    """However often that came: numbers, strings, and what lies in memory."""
+    """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
@@ -390,14 +391,14 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
         text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        found = read_back(number, text, note=1)
-        assert (found["y"].tolist(), found["z"].tolist()) == ([n], [b"%d" % n])
-        assert found["note"] == 1
-        found["y"][:] = 7  # the program's own
+        copy = read_back(number, text, note=1)
+        assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
+        assert copy["note"] == 1
+        copy["y"][:] = 7  # the program's own
         for mixed in ((number, TensorRef("p", "INT32", (1,), place)), (number,)):
-            found = read_back(*mixed)
-            assert found["y"].tolist() == [n]
-            assert len(mixed) == 1 or found["p"].tolist() == [4]
+            copy = read_back(*mixed)
+            assert copy["y"].tolist() == [n]
+            assert len(mixed) == 1 or copy["p"].tolist() == [4]
         assert read_back(TensorRef("p", "INT32", (1,), place))["p"].tolist() == [4]
 
 
@@ -458,7 +459,7 @@ def test_lists_with_values_outside_the_datatype_are_rejected(value: object, data
         from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
-def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
+def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
     models = ClientModels()
     models.ready = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
@@ -506,12 +507,12 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
-    capabilities, others = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
+    capabilities, other_capabilities = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
     assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
     for forged in (
         f"{FIRST + 1}.{token}.1",
-        f"{FIRST}.{others.token(FIRST)}.1",
+        f"{FIRST}.{other_capabilities.token(FIRST)}.1",
         f"{os.getpid()}.{token}.1",
         f"{FIRST}",
         "",

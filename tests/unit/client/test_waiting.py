@@ -13,7 +13,7 @@ from shmserve.client.request.waiting import ResponseStream, SharedChannel, Threa
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
 from shmserve.ipc import credit
-from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
+from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, RESPONSES_PER_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
@@ -42,13 +42,15 @@ def scheduler(tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def channel(connection: Any) -> Iterator[ThreadChannel]:
-    made = ThreadChannel(connection)
-    yield made
-    made.close()
+    channel = ThreadChannel(connection)
+    yield channel
+    channel.close()
 
 
 def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
-    """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
+    """Return a stream of a model whose scheduler is the test; `ended` records when its memory
+    is free.
+    """
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
@@ -77,22 +79,22 @@ def test_credit_for_several_responses_is_one_message(
     stream = opened(channel, tmp_path, ended)
     number = scheduler.next(m.Submit).id
     scheduler.send(*(responded(number, n) for n in range(FIRST_CREDIT)))
-    for n in range(TOGETHER):
+    for n in range(RESPONSES_PER_CREDIT):
         assert values([next(stream)]) == [n]
     assert scheduler.is_silent()  # the last is its reader's until the next is asked for
-    assert values([next(stream)]) == [TOGETHER]
-    assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
+    assert values([next(stream)]) == [RESPONSES_PER_CREDIT]
+    assert scheduler.next(m.Credit) == m.Credit(number, RESPONSES_PER_CREDIT)  # type: ignore[type-var]
     assert not ended
     scheduler.send(m.Responded(number, "", "", b"", [], True))
-    assert values(stream) == [*range(TOGETHER + 1, FIRST_CREDIT)]
+    assert values(stream) == [*range(RESPONSES_PER_CREDIT + 1, FIRST_CREDIT)]
     assert ended == ["free"] and list(stream) == []
 
 
 def test_large_responses_are_credited_sooner(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert credit.BYTES_TOGETHER < MOST_UNREAD_BYTES
-    monkeypatch.setattr(credit, "BYTES_TOGETHER", 1000)
+    assert credit.BYTES_PER_CREDIT < MOST_UNREAD_BYTES
+    monkeypatch.setattr(credit, "BYTES_PER_CREDIT", 1000)
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):
@@ -141,7 +143,7 @@ def test_an_error_may_be_followed_by_responses(
     assert list(stream) == []
 
 
-def test_the_server_may_know_first_that_the_time_is_over(
+def test_the_servers_timeout_may_precede_the_clients(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
@@ -154,7 +156,7 @@ def test_the_server_may_know_first_that_the_time_is_over(
         next(stream)
 
 
-def test_a_response_that_cannot_be_read_ends_them(
+def test_a_response_that_cannot_be_read_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     stream = opened(channel, tmp_path, [])
@@ -205,15 +207,15 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
 ) -> None:
     stream = opened(SharedChannel(connection), tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.send(*(responded(number, n) for n in range(TOGETHER + 1)))
-    for n in range(TOGETHER + 1):
+    scheduler.send(*(responded(number, n) for n in range(RESPONSES_PER_CREDIT + 1)))
+    for n in range(RESPONSES_PER_CREDIT + 1):
         assert values([next(stream)]) == [n]
-    assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
+    assert scheduler.next(m.Credit) == m.Credit(number, RESPONSES_PER_CREDIT)  # type: ignore[type-var]
     stream.close()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 
 
-def test_the_end_of_the_connection_ends_them(
+def test_the_end_of_the_connection_ends_its_streams(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     streams = [opened(way, tmp_path, []) for way in (channel, SharedChannel(connection))]

@@ -64,8 +64,8 @@ def string(text: str, data: st.DataObject) -> str:
 
 def is_doubled(value: Any) -> bool:
     if isinstance(value, Members):
-        found = [name for name, _ in value.pairs]
-        return len(set(found)) < len(found) or any(is_doubled(held) for _, held in value.pairs)
+        names = [name for name, _ in value.pairs]
+        return len(set(names)) < len(names) or any(is_doubled(held) for _, held in value.pairs)
     return isinstance(value, list) and any(map(is_doubled, value))
 
 
@@ -106,7 +106,7 @@ PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for na
 @pytest.mark.parametrize(("at", "name"), PLACES)
 @settings(max_examples=10)
 @given(value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]), data=st.data())
-def test_every_place_of_a_request_is_looked_at(
+def test_duplicate_names_are_refused_everywhere_in_a_request(
     at: int, name: str, value: Any, data: st.DataObject
 ) -> None:
     """A duplicate name is rejected at any position and with any value."""
@@ -183,10 +183,10 @@ def test_in_a_configuration_too() -> None:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run")) as made:
-        made.open()
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        yield made
+    with rig(tmp_path_factory.mktemp("run")) as model_rig:
+        model_rig.open()
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        yield model_rig
 
 
 BODIES = {

@@ -1,5 +1,6 @@
-"""Mistakes that people make in configurations, and what must be said of each: where, which key,
-what was found, what is allowed, the nearest name."""
+"""Common mistakes in configurations, and the parts of each message: position, key, found value,
+allowed values, nearest name.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -247,19 +248,19 @@ def of_flags(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 def of_class(tmp_path: Path, text: str) -> None:
     (tmp_path / "models").mkdir()
-    with rig(tmp_path / "models") as made:
-        (made.context.version_dir / "model.py").write_text(HEAD + text)
+    with rig(tmp_path / "models") as model_rig:
+        (model_rig.context.version_dir / "model.py").write_text(HEAD + text)
         backend = 'backend: "native"\n'
-        (made.context.model_dir / "config.pbtxt").write_text(backend)
+        (model_rig.context.model_dir / "config.pbtxt").write_text(backend)
         plans = planner(tmp_path)
         (spec,) = plans.plan("m", "", {})
         try:
-            completed = NativeBackend(made.context).complete_config(spec.config.source)
+            completed = NativeBackend(model_rig.context).complete_config(spec.config.source)
         except InvalidArgument:
             raise
-        except Exception as error:  # as a worker says it
+        except Exception as error:  # in the form in which a worker reports it
             raise InvalidArgument(
-                describe_error(error) + source_location(error, made.context.version_dir)
+                describe_error(error) + source_location(error, model_rig.context.version_dir)
             ) from None
         plans.complete(spec, completed)
 
@@ -276,7 +277,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_said(tmp_path: Path, mistake: str) -> None:
+def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
     read, text, said = MISTAKES[mistake]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)
@@ -285,7 +286,7 @@ def test_what_is_said(tmp_path: Path, mistake: str) -> None:
         assert part in message, message
 
 
-# Of each kind, several mistakes together, and what names each of them.
+# Several mistakes of each kind together, and the names in their messages.
 TOGETHER = {
     of_pbtxt: (
         "max_batchsize: 1\nprority: 2\ninstance_group { count: x }",
@@ -309,7 +310,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("read", TOGETHER, ids=lambda read: read.__name__[3:])
-def test_all_is_told_at_once(tmp_path: Path, read: Callable) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path, read: Callable) -> None:
     text, said = TOGETHER[read]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)
@@ -317,7 +318,7 @@ def test_all_is_told_at_once(tmp_path: Path, read: Callable) -> None:
     assert [part for part in said if part not in message] == [], message
 
 
-def test_flags_that_mean_nothing_are_told_at_once(tmp_path: Path) -> None:
+def test_meaningless_flags_are_reported_together(tmp_path: Path) -> None:
     words = ("--cache-config=x", "--rate-limit-resource=y", "--backend-config=z", "/nowhere")
     with pytest.raises(InvalidArgument) as caught:
         of_flags(tmp_path, words)

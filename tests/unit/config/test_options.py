@@ -21,14 +21,14 @@ ANY_FLAG = st.sampled_from(sorted(flags.FLAGS))
 
 
 def settings(*arguments: str, **environment: str) -> server.ServerConfig:
-    """The settings that a command line gives; the repository is a folder that is there."""
+    """Return the settings of a command line whose repository is an existing folder."""
     return server.from_flags(
         command_line.parse([f"--model-repository={ROOT}", *arguments]), environment
     )
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """The error that a command line gives."""
+    """Return the error of a command line."""
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message
@@ -43,17 +43,25 @@ def a_value(flag: Flag) -> str:
 
 
 def test_defaults_are_tritons_or_safe() -> None:
-    found = settings()
-    assert (found.http.address, found.http.port, found.metrics_port) == ("127.0.0.1", 8000, 8002)
-    assert found.metrics_address == found.http.address
-    assert (found.model_control_mode, found.repository_poll_s) == ("none", 15)
-    assert found.http.max_input_size == 1 << 26
-    assert (found.exit_timeout_s, found.exit_on_error, found.strict_readiness) == (30, True, True)
-    assert (found.request_timeout_us, found.execution_timeout_s) == (0, 300.0)
-    assert (found.max_queue_size, found.arena_byte_size) == (4096, 1 << 30)
-    assert found.model_defaults == ModelDefaults(False, None, None)
-    assert (found.run_dir, found.server_id, found.gateways) == (None, "triton", 1)
-    assert found.without_effect == ()
+    options = settings()
+    assert (options.http.address, options.http.port, options.metrics_port) == (
+        "127.0.0.1",
+        8000,
+        8002,
+    )
+    assert options.metrics_address == options.http.address
+    assert (options.model_control_mode, options.repository_poll_s) == ("none", 15)
+    assert options.http.max_input_size == 1 << 26
+    assert (options.exit_timeout_s, options.exit_on_error, options.strict_readiness) == (
+        30,
+        True,
+        True,
+    )
+    assert (options.request_timeout_us, options.execution_timeout_s) == (0, 300.0)
+    assert (options.max_queue_size, options.arena_byte_size) == (4096, 1 << 30)
+    assert options.model_defaults == ModelDefaults(False, None, None)
+    assert (options.run_dir, options.server_id, options.gateways) == (None, "triton", 1)
+    assert options.without_effect == ()
 
 
 @pytest.mark.parametrize("name", sorted(flags.FLAGS))
@@ -77,13 +85,13 @@ def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
 
 
 def test_latencies_are_shown_as_tritons_metrics_are() -> None:
-    found = settings().metrics
-    assert (found.counter_latencies, found.histogram_latencies) == (True, False)
-    assert (found.summary_latencies, found.kept_quantiles) == (False, ())
+    metrics = settings().metrics
+    assert (metrics.counter_latencies, metrics.histogram_latencies) == (True, False)
+    assert (metrics.summary_latencies, metrics.kept_quantiles) == (False, ())
     assert settings("--metrics-config=summary_latencies=TRUE").metrics.kept_quantiles == (
         *(0.5, 0.9, 0.95, 0.99, 0.999),
     )
-    found = settings(
+    metrics = settings(
         "--metrics-config=counter_latencies=false",
         "--metrics-config=summary_latencies=1",
         "--metrics-config=histogram_latencies=false",
@@ -91,7 +99,7 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         "histogram_latencies=true",
         "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1,2:0.0.1,",
     ).metrics
-    assert found == MetricsConfig(False, True, True, (0.5, 1.0, 2.0))
+    assert metrics == MetricsConfig(False, True, True, (0.5, 1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +123,11 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
 )
-def test_what_is_no_setting_of_metrics_is_refused(text: str, says: str) -> None:
+def test_unknown_metrics_settings_are_refused(text: str, says: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
 
 
-# What `tritonserver --help` of version 2.51 lists, and what other versions have.
+# The flags that `tritonserver --help` of version 2.51 lists, and those of other versions.
 TRITONS = """
     allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
     allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config
@@ -147,7 +155,7 @@ TRITONS = """
 
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
-    """Each in both spellings; those that nothing is done about say what there is instead."""
+    """Each flag is known in both spellings; a flag without effect names its replacement."""
     known = TRITONS.split()
     assert set(known) <= set(flags.FLAGS)
     idle = [name for name in known if not flags.FLAGS[name].effect]
@@ -163,7 +171,7 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
 
 def test_log_flags_are_the_first_log_settings() -> None:
     assert settings().log == LogSettings()
-    found = settings(
+    options = settings(
         "--log-info=false",
         "--log-warning",
         "off",
@@ -172,16 +180,16 @@ def test_log_flags_are_the_first_log_settings() -> None:
         "--log-format=ISO8601",
         "--log-file=/tmp/x",
     )
-    assert found.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
-    assert found.without_effect == ()
+    assert options.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
+    assert options.without_effect == ()
     for text, level in (("true", 1), ("False", 0), ("4294967295", 2**32 - 1)):
         assert settings(f"--log-verbose={text}").log.log_verbose_level == level
 
 
 def test_flags_without_effect_are_named_once() -> None:
     ports = ("--vertex-ai-port=8001", "--host-policy", "a,b=c", "--vertex-ai-port", "9")
-    found = settings(*ports, "--allow-vertex-ai")
-    assert found.without_effect == ("vertex-ai-port", "host-policy", "allow-vertex-ai")
+    options = settings(*ports, "--allow-vertex-ai")
+    assert options.without_effect == ("vertex-ai-port", "host-policy", "allow-vertex-ai")
 
 
 @pytest.mark.parametrize(
@@ -194,14 +202,12 @@ def test_flags_without_effect_are_named_once() -> None:
         (("--strict-model-config=false",), True),
     ],
 )
-def test_what_has_models_complete_their_configurations(
-    flags: tuple[str, ...], completes: bool
-) -> None:
+def test_which_flags_complete_configurations(flags: tuple[str, ...], completes: bool) -> None:
     assert settings(*flags).auto_complete is completes
 
 
-def test_what_repeats_and_what_the_last_one_decides() -> None:
-    found = settings(
+def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
+    options = settings(
         "--model-control-mode=explicit",
         "--load-model=a",
         "--load-model",
@@ -211,24 +217,24 @@ def test_what_repeats_and_what_the_last_one_decides() -> None:
         "--http-port=1",
         "--http-port=2",
     )
-    assert found.load_models == ("a", "b")
-    assert found.http.port == 2
-    assert found.backend_settings("python") == {
+    assert options.load_models == ("a", "b")
+    assert options.http.port == 2
+    assert options.backend_settings("python") == {
         "shm-default-byte-size": "1=2",
         "auto-complete-config": "false",
     }
-    assert found.backend_settings("pytorch") == {"auto-complete-config": "false"}
+    assert options.backend_settings("pytorch") == {"auto-complete-config": "false"}
 
 
 def test_models_are_folders_and_classes(tmp_path: Path) -> None:
-    found = server.from_flags(
+    options = server.from_flags(
         command_line.parse([str(tmp_path), "./model.py:Model", f"--model-store={ROOT}"]), {}
     )
-    assert found.model_repositories == (ROOT, tmp_path)
-    assert found.model_files == ("./model.py:Model",)
+    assert options.model_repositories == (ROOT, tmp_path)
+    assert options.model_files == ("./model.py:Model",)
     words = ["a.py:A", "--set", "weights=/w.pt", "--set=b=1=2"]
-    found = server.from_flags(command_line.parse(words), {})
-    assert found.class_settings == {"weights": "/w.pt", "b": "1=2"}
+    options = server.from_flags(command_line.parse(words), {})
+    assert options.class_settings == {"weights": "/w.pt", "b": "1=2"}
 
 
 @pytest.mark.parametrize("arguments", [("",), ("--model-repository=",), ("--model-store", "")])
@@ -297,8 +303,8 @@ def test_errors_of_the_whole_command_line() -> None:
 
 
 def test_the_environment() -> None:
-    found = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
-    assert (found.delay_scheduler, found.visible_devices) == (3, "1")
+    options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
+    assert (options.delay_scheduler, options.visible_devices) == (3, "1")
     assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
     assert settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").backlog_delay_scheduler == 2
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
@@ -330,21 +336,21 @@ def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
 
 def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(flags.FLAGS) - {"model-store"}
-    assert max(map(len, shown.splitlines())) <= 100
+    captured = capsys.readouterr().out
+    assert set(re.findall(r"--([a-z0-9-]+)", captured)) >= set(flags.FLAGS) - {"model-store"}
+    assert max(map(len, captured.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("verb", [[], ["serve"], ["check"], ["client"], ["client", "infer"]])
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = cli.main([*verb, "--help"])
-    except SystemExit as end:  # argparse's way
+    except SystemExit as end:  # argparse ends with SystemExit
         status = end.code
     assert status == 0
-    shown = capsys.readouterr().out
-    assert "usage" in shown.lower()
-    assert max(map(len, shown.splitlines())) <= 120
+    captured = capsys.readouterr().out
+    assert "usage" in captured.lower()
+    assert max(map(len, captured.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])
@@ -379,5 +385,5 @@ def test_a_header_pattern_is_a_regular_expression() -> None:
         flag = f"--{protocol}-header-forward-pattern"
         text = refusal(f"--model-repository={ROOT}", f"{flag}=(x")
         assert text.startswith(f"{flag}: '(x' is not a regular expression: ")
-    found = settings("--grpc-header-forward-pattern=^x-")
-    assert (found.grpc_header_forward_pattern, found.http_header_forward_pattern) == ("^x-", "")
+    options = settings("--grpc-header-forward-pattern=^x-")
+    assert (options.grpc_header_forward_pattern, options.http_header_forward_pattern) == ("^x-", "")

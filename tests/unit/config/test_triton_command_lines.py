@@ -132,12 +132,12 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "trace.log_frequency": 2,
     },
     "--model-repository=M --trace-config level=TIMESTAMPS --trace-config rate=1": {
-        "trace.discarded": True
+        "trace.problem": "trace file name is not given (--trace-config triton,file=PATH)"
     },
     "--model-repository=M --trace-config mode=opentelemetry --trace-config=opentelemetry,resource="
     "service.name=t --trace-config opentelemetry,url=collector:4318/v1/traces --trace-config "
     "level=TIMESTAMPS": {
-        "trace.discarded": False,
+        "trace.problem": "",
         "trace.exporter": (
             ("resource", "service.name=t"),
             ("url", "http://collector:4318/v1/traces"),
@@ -208,8 +208,8 @@ def test_a_command_line_of_triton_is_parsed_or_refused_by_name(line: str, tmp_pa
             server.from_flags(command_line.parse(words), os.environ)
         assert expected in refused.value.message
         return
-    found = server.from_flags(command_line.parse(words), os.environ)
-    assert set(found.model_repositories) == {tmp_path}
+    options = server.from_flags(command_line.parse(words), os.environ)
+    assert set(options.model_repositories) == {tmp_path}
     for path, value in ({IDLE: ()} | dict(expected)).items():
-        what = attrgetter(path)(found)
+        what = attrgetter(path)(options)
         assert (set(what()) if callable(what) else what) == value

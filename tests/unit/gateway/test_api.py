@@ -33,9 +33,9 @@ from tests.support.wire.raw_http import Http, in_region, raw_connection
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), id="my server") as made:
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), id="my server") as model_rig:
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
 
 
 def report(name: str, version: str) -> dict[str, Any]:
-    """A scheduler's statistics: 3 requests in 2 executions."""
+    """Return a scheduler's statistics: 3 requests in 2 executions."""
     durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
     stats: dict[str, Any] = {
         key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
@@ -106,7 +106,7 @@ def report(name: str, version: str) -> dict[str, Any]:
 # --- routes
 
 
-# The API of every route by the end of its path; one that is not here fails the test below.
+# The API of every route by the end of its path; a missing route fails the test below.
 SCOPES = {
     "/infer": "inference",
     "/generate": "inference",
@@ -149,10 +149,10 @@ def test_every_route_has_a_scope() -> None:
         (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
         assert route.scope == SCOPES.get(end), route
     assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
-    # There is one place where a handler is found, and it authorises before anything else.
+    # A handler is looked up in one function only, which authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
     source = inspect.getsource(routing.App.handle)
-    assert source.index("authorise(route, request, cors)") < source.index("route.handler")
+    assert source.index("check_authorised(route, request, cors)") < source.index("route.handler")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_every_route_has_a_scope() -> None:
     ],
 )
 def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] | None) -> None:
-    found = ROUTES.find(path)
-    assert (found and found[1]) == parts
+    route = ROUTES.find(path)
+    assert (route and route[1]) == parts
 
 
 def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http) -> None:
@@ -203,7 +203,7 @@ def test_readiness_is_that_of_the_supervisor(gateway: Rig, simple: Scheduler, ht
     gateway.publish(SIMPLE, simple, ready=False)
     reply = http.get("/v2/models/simple/ready")
     assert (reply.status, reply.error) == (400, "Model version not ready")
-    # It is starting again: requests wait for it at its scheduler.
+    # The model restarts: requests wait for it at its scheduler.
     row = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
     inputs = [{"name": name, **row} for name in ("INPUT0", "INPUT1")]
     http.infer("simple", {"inputs": inputs}).ok()
@@ -302,9 +302,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         (
             "models/m/unload",
             {"parameters": {"unload_dependents": 1}},
-            500,
+            400,
             "non-boolean as boolean",
         ),
+        ("models/m/unload", {"parameters": []}, 400, "attempt to get members for non-object"),
+        ("models/m/unload", b"{", 400, "failed to parse the request JSON buffer"),
         ("models/m/load", b"{", 500, "failed to parse the request JSON buffer"),
     ],
 )
@@ -426,7 +428,7 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
 # --- statistics and metrics
 
 
-def test_statistics_are_those_of_the_schedulers(http: Http) -> None:
+def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     shown = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [shown]}
@@ -537,8 +539,9 @@ def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: 
 
 
 def test_each_model_has_an_example(simple: Scheduler) -> None:
-    """Its inputs without the optional ones; what JSON cannot have is binary, and what is long is
-    not written out."""
+    """The example has the required inputs. Values without a JSON form are binary, and long
+    values are abbreviated.
+    """
     dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (
@@ -567,9 +570,9 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     ]
     for config, body in cases:
         published = publication({"name": "m", **config}, simple)
-        (example,) = management._examples("m", GatewayModel(published))
+        (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
-    (late,) = management._examples("late", None)
+    (late,) = management._model_examples("late", None)
     assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 

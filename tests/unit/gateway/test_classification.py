@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.inference import classified_as_requested, largest
+from shmserve.gateway.inference.inference import classify_outputs, largest_indices
 from shmserve.gateway.inference.request import InferOutput, InferRequest
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -20,13 +20,13 @@ X = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
 
 
 def texts(tensor: TensorRef) -> list[str]:
-    data, found, at = tensor.data, [], 0
+    data, texts, at = tensor.data, [], 0
     assert isinstance(data, bytes)
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "little")
-        found.append(data[at + 4 : at + 4 + size].decode())
+        texts.append(data[at + 4 : at + 4 + size].decode())
         at += 4 + size
-    return found
+    return texts
 
 
 def classified(
@@ -36,12 +36,12 @@ def classified(
     *,
     batched: bool = False,
 ) -> Inferred:
-    """The response to a request for so many values of OUT."""
+    """Return the response to a request for this number of classes of OUT."""
     signature = SimpleNamespace(max_batch_size=int(batched))
     model: Any = SimpleNamespace(signature=signature, labels=labels or {})
     request = InferRequest("", [], [InferOutput("OUT", binary=True, classes=count)])
     nothing: Any = None
-    return classified_as_requested(nothing, model, request, answer)
+    return classify_outputs(nothing, model, request, answer)
 
 
 def classify(
@@ -120,4 +120,4 @@ def test_too_many_values_are_refused() -> None:
 )
 def test_values_are_sorted_stably_in_descending_order(row: Any, count: int) -> None:
     expected = sorted(range(len(row)), key=lambda index: (-int(row[index]), index))[:count]
-    assert largest(row, min(count, len(row))) == expected
+    assert largest_indices(row, min(count, len(row))) == expected

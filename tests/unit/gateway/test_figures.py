@@ -1,4 +1,4 @@
-"""The figures of now: what is made of two reports of a scheduler, and what hurts."""
+"""The current figures, computed from two reports of a scheduler, and the list of problems."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.gateway.api.figures import WINDOW_S, Figures, History, quantile, row
+from shmserve.gateway.api.figures import WINDOW_S, Figures, History, build_row, quantile
 from shmserve.scheduler.tables import Histogram
 
 BOUNDS = (0.001, 0.01, 0.1)
@@ -17,7 +17,7 @@ def histogram(*counts: int) -> dict[str, Any]:
 
 
 def report(success: int = 0, **more: Any) -> dict[str, Any]:
-    """What a scheduler reports of a model that has answered so many, one by one."""
+    """Return a scheduler's report of a model that has answered this number of requests singly."""
     flat = dict.fromkeys(
         (
             *("fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -41,10 +41,10 @@ def report(success: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
-    """The rows of a model, one look after the other."""
+    """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
-        figures.rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
+        figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
         for at, report in enumerate(reports)
     ]
 
@@ -74,7 +74,7 @@ def test_exact_quantiles_are_preferred() -> None:
     assert second["recent"]["ms"] == []
 
 
-def test_phases_are_those_of_executed_requests() -> None:
+def test_phases_count_executed_requests_only() -> None:
     more = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
     _, second = rows_of(report(0), report(10, **more))
     assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}
@@ -128,7 +128,7 @@ def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     assert found[15:365] == ["3 workers died"] * 350
     assert found[366] == "2 workers died", "the first one died an hour ago"
     assert found[375:] == [""] * 40
-    # What fails now hurts more than what died long ago.
+    # Current failures have a higher rank than an old exit.
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 
 
@@ -137,13 +137,13 @@ def test_ten_minutes_of_history() -> None:
     for second in range(1000):
         reports = [report(10 * second if second > 500 else 0, pending=second > 990)]
         named = [{"name": "m", "version": "1", "shmserve": each} for each in reports]
-        history.add(1e9 + second, figures.rows(named, second))
-    shown = history.shown()
+        history.add(1e9 + second, figures.build_rows(named, second))
+    shown = history.as_series()
     assert shown["at"] == [1e9 + second for second in range(395, 1000, 5)]
     points = shown["models"]["m/1"]
     assert points[:20] == [0] * 20 and points[-1][0] == 10.0 and points[-1][4:] == (1, 0)
     history.add(1e9 - 50, {})  # the clock was set back
-    assert history.shown() == {"at": [1e9 - 50], "models": {}}
+    assert history.as_series() == {"at": [1e9 - 50], "models": {}}
 
 
 def test_a_generative_model_has_token_rates() -> None:
@@ -152,12 +152,12 @@ def test_a_generative_model_has_token_rates() -> None:
     times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
     before = report(0, generated=10, **more, **times)
     after = report(1, generated=40, **more, **times)
-    made = row(after, before, 2.0)
+    made = build_row(after, before, 2.0)
     assert made["generation"]["blocks"] == {"free": 9} and made["generation"]["preemptions"] == 3
     assert made["recent"]["tokens_rate"] == 15.0 and made["recent"]["first_token_ms"] == []
 
 
-@example([1] * 8 + [1_000_001, 10_000_001], 0.9)  # which the sum's last digit takes beyond
+@example([1] * 8 + [1_000_001, 10_000_001], 0.9)  # the last digit of the sum exceeds the quantile
 @given(
     st.lists(st.integers(1, 200_000_000), min_size=1, max_size=50),
     st.sampled_from((0.5, 0.9, 0.99)),

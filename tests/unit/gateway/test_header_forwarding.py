@@ -4,7 +4,7 @@ import pytest
 
 from shmserve.config.flags import header_pattern
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.request import forwarded_headers
+from shmserve.gateway.inference.request import select_forwarded_headers
 
 HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-Key", "Value Two")]
 
@@ -25,7 +25,7 @@ HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-K
     ],
 )
 def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) -> None:
-    found = forwarded_headers(header_pattern({"flag": pattern}, "flag"), HEADERS)
+    found = select_forwarded_headers(header_pattern({"flag": pattern}, "flag"), HEADERS)
     assert list(found) == names
     assert found.get("X-My-Key", "Value Two") == "Value Two"
 
@@ -33,16 +33,16 @@ def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) 
 def test_values_that_are_not_utf8_are_refused() -> None:
     """Parsers have bytes that are not UTF-8 as surrogates, which no message can carry."""
     value = b"caf\xe9".decode(errors="surrogateescape")
-    assert forwarded_headers("other", [("X-A", value)]) == {}
+    assert select_forwarded_headers("other", [("X-A", value)]) == {}
     with pytest.raises(InvalidArgument, match="Header 'X-A' is not UTF-8 and cannot be forwarded"):
-        forwarded_headers("x-", [("X-A", value)])
-    assert forwarded_headers("x-", [("X-A", "caf\xe9")]) == {"X-A": "caf\xe9"}
+        select_forwarded_headers("x-", [("X-A", value)])
+    assert select_forwarded_headers("x-", [("X-A", "caf\xe9")]) == {"X-A": "caf\xe9"}
 
 
 @pytest.mark.parametrize("name", ["sequence_id", "Priority", "timeout", "headers", "triton_x"])
 def test_reserved_names_are_refused(name: str) -> None:
-    assert forwarded_headers("other", [(name, "1")]) == {}
+    assert select_forwarded_headers("other", [(name, "1")]) == {}
     with pytest.raises(InvalidArgument) as caught:
-        forwarded_headers(".*", [(name, "1")])
+        select_forwarded_headers(".*", [(name, "1")])
     text = f"Header '{name.lower()}' is reserved for Triton usage and cannot be forwarded."
     assert caught.value.message == text

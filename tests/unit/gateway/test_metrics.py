@@ -12,7 +12,7 @@ LATENCIES = ("success", "queue", "compute_input", "compute_infer", "compute_outp
 
 
 def report(**more: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """A report of a model that has answered nothing."""
+    """Return the report of a model that has answered no request."""
     counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCIES)), 0)
     cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
     failures = {"OTHER": 2, "CANCELED": 1}
@@ -30,16 +30,22 @@ def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
 
 
 def test_a_model_with_a_cache_has_every_summary_but_that_of_whole_requests() -> None:
-    page = metrics._text(metrics.summaries([report(cache={"bytes": 0, "entries": 0})]))
+    page = metrics._exposition_text(
+        metrics.summary_families([report(cache={"bytes": 0, "entries": 0})])
+    )
     assert "nv_inference_request_summary" not in page
     for part in LATENCIES[1:]:
         assert f"nv_inference_{part}_summary_us_count" in page
-    page = metrics._text(metrics.summaries([report(), report(cache={"bytes": 0, "entries": 0})]))
+    page = metrics._exposition_text(
+        metrics.summary_families([report(), report(cache={"bytes": 0, "entries": 0})])
+    )
     assert page.count("nv_inference_request_summary_us_count") == 1
 
 
 def test_the_first_response_of_decoupled_models() -> None:
-    page = metrics._text(metrics.first_responses([report(), report(first_response_ms=HISTOGRAM)]))
+    page = metrics._exposition_text(
+        metrics.first_response_families([report(), report(first_response_ms=HISTOGRAM)])
+    )
     for part in ('_bucket{model="m",le="+Inf"}', '_count{model="m"}', '_sum{model="m"}'):
         assert page.count(f"nv_inference_first_response_histogram_ms{part} 0\n") == 1
-    assert metrics._text(metrics.first_responses([report()])) == ""
+    assert metrics._exposition_text(metrics.first_response_families([report()])) == ""

@@ -76,7 +76,7 @@ def test_a_completion_in_chunks_and_whole() -> None:
 def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
     """With continuous_usage_stats, as in vLLM."""
     choices = Choices(form, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
-    found = []
+    usages = []
     for sample, tokens, more in (
         (0, [1, 2], {"prompt_token_ids": [7, 8, 9]}),
         (1, [3], {}),
@@ -86,10 +86,10 @@ def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
         assert not choice.keys() & {"token_ids", "prompt_token_ids"}
         chunk = json.loads(choices.chunk([choice]))
         assert "prompt_token_ids" not in chunk
-        found.append(chunk["usage"])
-    counts = [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in found]
+        usages.append(chunk["usage"])
+    counts = [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages]
     assert counts == [(3, 2), (3, 1), (3, 3)]
-    assert found[0]["total_tokens"] == 5
+    assert usages[0]["total_tokens"] == 5
 
 
 def test_zero_logprobs_are_requested() -> None:
@@ -104,9 +104,9 @@ def test_stop_reasons_of_choices() -> None:
     """As in vLLM, chunks of chats have it only at the end of a sample."""
     completion, chat = Choices(COMPLETION, "m", 1), Choices(CHAT, "m", 1)
     deltas = Delta(0, "a"), Delta(0, "b", "stop", stop_reason="END")
-    found = [[reader.add(0, delta) for delta in deltas] for reader in (completion, chat)]
-    assert [reader.get("stop_reason", "absent") for reader in found[0]] == [None, "END"]
-    assert [reader.get("stop_reason", "absent") for reader in found[1]] == ["absent", "END"]
+    deltas_out = [[reader.add(0, delta) for delta in deltas] for reader in (completion, chat)]
+    assert [reader.get("stop_reason", "absent") for reader in deltas_out[0]] == [None, "END"]
+    assert [reader.get("stop_reason", "absent") for reader in deltas_out[1]] == ["absent", "END"]
     for reader in (completion, chat):
         assert reader.whole_response()["choices"][0]["stop_reason"] == "END"
     assert chat.add(0, Delta(0, "", "length"))["stop_reason"] is None
@@ -141,8 +141,8 @@ def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
 
 def test_errors_have_a_type_and_the_field() -> None:
     def shown(error: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(openai_error(error))["error"]
-        return found
+        error_body: dict[str, Any] = json.loads(openai_error(error))["error"]
+        return error_body
 
     wrong = shown(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (wrong["type"], wrong["param"]) == ("invalid_request_error", "temperature")
@@ -174,8 +174,8 @@ def test_errors_have_a_type_and_the_field() -> None:
 def test_the_type_of_an_error_is_that_of_its_status(
     error: ShmserveError, kind: str, code: str | None
 ) -> None:
-    found = json.loads(openai_error(error))["error"]
-    assert found == {"message": "x", "type": kind, "param": None, "code": code}
+    error_body = json.loads(openai_error(error))["error"]
+    assert error_body == {"message": "x", "type": kind, "param": None, "code": code}
 
 
 def text_gateway() -> Any:

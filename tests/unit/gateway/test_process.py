@@ -1,4 +1,4 @@
-"""What a gateway does when it is told something that it knows only half of."""
+"""Messages that a gateway receives before it knows all that they refer to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_responses_of_an_exited_worker_can_be_read(
         memory_range = worker.allocate(64)
         worker.view(memory_range)[:] = bytes(range(64))
         mappings.view(memory_range)
-        worker.close()  # from here on, only who has it mapped can read it
+        worker.close()  # from here on, only a process that has mapped it can read it
         gateway._handle_message(m.ProcessExited(memory_range.memory.pid, ""))
         assert bytes(mappings.view(memory_range)) == bytes(range(64))
         await asyncio.sleep(0.1)  # a later timer
@@ -56,13 +56,13 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
         def call_when_idle(self, drained: Any) -> None: ...
 
     front = Opening()
-    told: list[bool] = []
+    records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
         acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
-        front.drain(lambda: told.append(True), followed=False)
+        front.drain(lambda: records.append(True), followed=False)
         await front.listen(sock, acceptor)
         await asyncio.sleep(0)
         await front.accept()
-        assert told == [True]
+        assert records == [True]
         assert not any(server.is_serving() for server in front._accepting)
         await front.close()

@@ -32,7 +32,7 @@ RECORDED = [
 DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, FP32, FP64"
 NO_VERSION = " (a version is an integer)"
 MORE = " (input 'INPUT0': its shape has 16 elements, more are given)"
-# What this server says behind Triton's text of an error.
+# This server's addition to Triton's text of an error.
 AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 ADDED = {
     **dict.fromkeys(("json string", "json null"), AS_A_BODY),
@@ -62,18 +62,18 @@ ADDED = {
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run")) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        echoes = made.scheduler(echo)
+    with rig(tmp_path_factory.mktemp("run")) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        echoes = model_rig.scheduler(echo)
         for datatype in NUMPY:
-            made.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
-        made.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
-        made.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
-        made.publish(identity_config("two", "FP32", [-1, -1]), echoes)
-        made.publish(identity_config("bf", "FP32", [2, 3]), echoes)
-        made.publish(identity_config("bytes2", "BYTES", [1]), echoes)
-        made.open()
-        yield made
+            model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
+        model_rig.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
+        model_rig.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
+        model_rig.publish(identity_config("two", "FP32", [-1, -1]), echoes)
+        model_rig.publish(identity_config("bf", "FP32", [2, 3]), echoes)
+        model_rig.publish(identity_config("bytes2", "BYTES", [1]), echoes)
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def http(gateway: Rig) -> Iterator[Http]:
 
 
 def ordered(text: bytes) -> Any:
-    """JSON with the order of keys; anything else as it is."""
+    """Return JSON with the order of its keys, and any other body unchanged."""
     try:
         return json.loads(text, object_pairs_hook=list)
     except ValueError:
@@ -97,7 +97,7 @@ def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
 
 
 def with_addition(case: dict[str, Any]) -> str:
-    """Triton's answer, and what this server says behind an error's text."""
+    """Return Triton's answer with this server's addition to the text of an error."""
     answer: str = case["answer"]
     if case["name"] not in ADDED:
         return answer
@@ -106,14 +106,14 @@ def with_addition(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
-def test_responses_are_those_of_triton(http: Http, case: dict[str, Any]) -> None:
+def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> None:
     method = case.get("method", "POST")
     body = case.get("body", "").encode("latin-1") or (b"" if method == "POST" else None)
     reply = http.call(method, case["path"], body, case.get("headers"))
     assert reply.status == case["status"]
     size = case.get("header_length")
-    found = split(reply.body, reply.headers.get("Inference-Header-Content-Length"))
-    assert found == split(with_addition(case).encode("latin-1"), size)
+    parts = split(reply.body, reply.headers.get("Inference-Header-Content-Length"))
+    assert parts == split(with_addition(case).encode("latin-1"), size)
     if reply.status == 200 and size is not None:
         assert reply.headers["Content-Type"] == "application/octet-stream"
 
@@ -134,7 +134,7 @@ def one(datatype: str, size: int, data: list[Any]) -> dict[str, Any]:
 HEADER_LENGTH = "Inference-Header-Content-Length"
 IN_REGION = [{"name": "OUTPUT0", "parameters": {"shared_memory_region": "r"}}]
 
-# Where 2.51 is wrong, or a newer one or a safer choice holds.
+# Cases in which 2.51 is wrong, or a newer version or a safer choice differs.
 OURS = {
     ("simple", 400, "[request id: <id_unknown>] output 'OUTPUT0' already exists in request"): (
         simple(outputs=[{"name": "OUTPUT0"}] * 2)
@@ -251,9 +251,9 @@ def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
     request = {"inputs": [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]}
 
     def answer(path: str) -> tuple[Any, Any]:
-        found = http.infer(path, request).ok().json()
-        assert found["parameters"] == {"n": 1.5, "s": "x", "b": True}
-        return found["model_version"], found["outputs"][0]["data"]
+        answer = http.infer(path, request).ok().json()
+        assert answer["parameters"] == {"n": 1.5, "s": "x", "b": True}
+        return answer["model_version"], answer["outputs"][0]["data"]
 
     assert answer("many") == ("10", [10])
     assert answer("many/versions/2") == ("2", [2])

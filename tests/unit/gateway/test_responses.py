@@ -16,20 +16,20 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 def chat(**body: Any) -> dict[str, Any]:
-    """The chat that a request means, without what is absent."""
-    made = responses._chat({"model": "m", "input": "hi", **body})
-    return {name: value for name, value in made.items() if value not in (None, [])}
+    """Return the chat body for a Responses request, without absent fields."""
+    chat_body = responses._chat({"model": "m", "input": "hi", **body})
+    return {name: value for name, value in chat_body.items() if value not in (None, [])}
 
 
 def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
     frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
-    found = []
+    events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
@@ -75,15 +75,15 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    made = chat(
+    chat_body = chat(
         tools=[tool], tool_choice=choice, text={"format": form}, reasoning={"effort": "low"}
     )
-    assert made["tools"] == [
+    assert chat_body["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     ]
-    assert made["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert made["response_format"] == {"type": "json_schema", "json_schema": form}
-    assert made["reasoning_effort"] == "low"
+    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": form}
+    assert chat_body["reasoning_effort"] == "low"
     assert chat(include=["message.output_text.logprobs"])["logprobs"] is True
 
 
@@ -124,10 +124,10 @@ def test_unsupported_fields_are_refused(case: str) -> None:
 
 
 def test_items_are_ordered_and_stored() -> None:
-    made = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
+    response_object = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
     call = {"index": 0, "id": "call_1", "name": "f", "arguments": '{"a'}
-    found = events(
-        made,
+    events_out = events(
+        response_object,
         [
             Delta(0, "", message={"reasoning": "hm"}),
             Delta(0, "", message={"content": "Loo"}),
@@ -136,7 +136,7 @@ def test_items_are_ordered_and_stored() -> None:
             Delta(0, "", "stop", usage=USAGE, message={}),
         ],
     )
-    kinds = [event["type"].removeprefix("response.") for event in found]
+    kinds = [event["type"].removeprefix("response.") for event in events_out]
     part = ["output_item.added", "content_part.added"]
     ends = ["content_part.done", "output_item.done"]
     assert kinds == [
@@ -146,7 +146,7 @@ def test_items_are_ordered_and_stored() -> None:
         *("output_item.added", *["function_call_arguments.delta"] * 2),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
-    response = found[-1]["response"]
+    response = events_out[-1]["response"]
     reasoning, message, function = response["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"][0]["text"] == "Look" and message["status"] == "completed"
@@ -167,9 +167,9 @@ def test_items_are_ordered_and_stored() -> None:
 
 
 def test_a_text_that_is_too_long_is_incomplete() -> None:
-    made = ResponseObject({"model": "m"})
-    made.add(0, Delta(0, "a b", "length", usage=USAGE))
-    whole = made.whole_response()
+    response_object = ResponseObject({"model": "m"})
+    response_object.add(0, Delta(0, "a b", "length", usage=USAGE))
+    whole = response_object.whole_response()
     assert (whole["status"], whole["incomplete_details"]) == (
         *("incomplete",),
         {"reason": "max_output_tokens"},
@@ -178,9 +178,9 @@ def test_a_text_that_is_too_long_is_incomplete() -> None:
 
 
 def test_a_failed_stream_ends_with_an_error() -> None:
-    made = ResponseObject({"model": "m"})
-    made.add(0, Delta(0, "a"))
-    first, second = made.failure(Unavailable("gone"))
+    response_object = ResponseObject({"model": "m"})
+    response_object.add(0, Delta(0, "a"))
+    first, second = response_object.failure(Unavailable("gone"))
     assert b"event: error\n" in first and b'"message":"gone"' in first
     assert b"event: response.failed\n" in second and b'"status":"failed"' in second
 
@@ -197,9 +197,9 @@ def test_a_failed_stream_ends_with_an_error() -> None:
     ],
 )
 def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:
-    found = json.loads(responses.response_error(InvalidArgument(message)))["error"]
-    assert found["param"] == param and found["message"].startswith(f"{param}: ")
-    assert ROUTES.find("/v1/responses")[0].error_form is responses.response_error  # type: ignore[index]
+    error_body = json.loads(responses.response_error(InvalidArgument(message)))["error"]
+    assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
+    assert ROUTES.find("/v1/responses")[0].encode_error is responses.response_error  # type: ignore[index]
 
 
 def test_verbosity_is_that_of_a_chat() -> None:

@@ -21,15 +21,15 @@ def after(waits: list[int], requests: int = 1, cores: int = 2) -> BusyPoll:
 
 
 def test_it_begins_asleep() -> None:
-    assert not BusyPoll(2).pays[False] and not BusyPoll(2).pays[True]
+    assert not BusyPoll(2).should_spin[False] and not BusyPoll(2).should_spin[True]
 
 
 def test_short_waits_enable_polling_and_long_waits_disable_it() -> None:
     busy_poll = after([SHORT] * 20)
-    assert busy_poll.pays[True]
+    assert busy_poll.should_spin[True]
     for _ in range(4):
         busy_poll.observe(1, LONG)
-    assert not busy_poll.pays[True]
+    assert not busy_poll.should_spin[True]
 
 
 def test_one_long_wait_has_little_effect() -> None:
@@ -37,26 +37,26 @@ def test_one_long_wait_has_little_effect() -> None:
     busy_poll.observe(1, 3_600_000_000_000)
     for _ in range(10):
         busy_poll.observe(1, SHORT)
-    assert busy_poll.pays[True]
+    assert busy_poll.should_spin[True]
 
 
 def test_many_requests_need_the_cores() -> None:
-    assert not after([SHORT] * 20, requests=2).pays[True]
+    assert not after([SHORT] * 20, requests=2).should_spin[True]
     busy_poll = after([SHORT] * 20, requests=3)
     busy_poll.observe(1, SHORT)
-    assert not busy_poll.pays[True], "there were three just now"
+    assert not busy_poll.should_spin[True], "there were three just now"
     for _ in range(100):
         busy_poll.observe(1, SHORT)
-    assert busy_poll.pays[True]
+    assert busy_poll.should_spin[True]
 
 
 def test_clients_and_workers_are_distinguished() -> None:
     busy_poll = after([SHORT] * 20, requests=1)
-    assert busy_poll.pays[True] and not busy_poll.pays[False]
+    assert busy_poll.should_spin[True] and not busy_poll.should_spin[False]
 
 
 def test_a_single_core_disables_polling() -> None:
-    assert not after([SHORT] * 20, cores=1).pays[True]
+    assert not after([SHORT] * 20, cores=1).should_spin[True]
 
 
 class Link:

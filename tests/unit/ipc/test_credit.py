@@ -5,19 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.credit import (
-    BYTES_TOGETHER,
+    BYTES_PER_CREDIT,
     FIRST_CREDIT,
     MOST_UNREAD_BYTES,
-    TOGETHER,
+    RESPONSES_PER_CREDIT,
     ReadWindow,
     SendWindow,
 )
 
-SIZES = st.sampled_from([0, 1, 1000, BYTES_TOGETHER - 1, MOST_UNREAD_BYTES, 2 * MOST_UNREAD_BYTES])
+SIZES = st.sampled_from(
+    [0, 1, 1000, BYTES_PER_CREDIT - 1, MOST_UNREAD_BYTES, 2 * MOST_UNREAD_BYTES]
+)
 
 
 @given(st.booleans(), st.lists(st.tuples(SIZES, st.integers(0, 40)), max_size=200))
-def test_what_is_unread_is_bounded_and_never_stuck(
+def test_unread_responses_are_bounded_and_never_stuck(
     placed: bool, steps: list[tuple[int, int]]
 ) -> None:
     sender, reader = SendWindow(placed), ReadWindow(placed)
@@ -50,7 +52,8 @@ def test_a_window_closes(placed: bool, size: int, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placed", "size", "together"), [(False, 1, TOGETHER), (True, 1, 1), (False, BYTES_TOGETHER, 1)]
+    ("placed", "size", "together"),
+    [(False, 1, RESPONSES_PER_CREDIT), (True, 1, 1), (False, BYTES_PER_CREDIT, 1)],
 )
 def test_small_responses_are_credited_together(placed: bool, size: int, together: int) -> None:
     window = ReadWindow(placed)

@@ -15,10 +15,10 @@ SIZE = 5 * 4096 + 100  # the last page is only partly used
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(SIZE)
-    made.write(0, np.full(SIZE, 1, np.uint8))
-    yield made
-    made.close()
+    region = Region(SIZE)
+    region.write(0, np.full(SIZE, 1, np.uint8))
+    yield region
+    region.close()
 
 
 @pytest.mark.parametrize(

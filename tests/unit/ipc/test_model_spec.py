@@ -27,18 +27,18 @@ def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         path = field.metadata.get("path", field.name)
-        found: Any = message
+        encoded: Any = message
         for name in path.split("."):
-            if found is None or name not in found.fields_by_name:
+            if encoded is None or name not in encoded.fields_by_name:
                 yield f"{cls.__name__}.{path}"
                 break
-            found = found.fields_by_name[name].message_type
-            if found is not None and found.GetOptions().map_entry:
-                found = found.fields_by_name["value"].message_type
+            encoded = encoded.fields_by_name[name].message_type
+            if encoded is not None and encoded.GetOptions().map_entry:
+                encoded = encoded.fields_by_name["value"].message_type
         else:
             for record in _records(hints[field.name]):
-                if found is not None and record.__name__ != "ExecutionAccelerator":
-                    yield from _unknown(record, found)
+                if encoded is not None and record.__name__ != "ExecutionAccelerator":
+                    yield from _unknown(record, encoded)
 
 
 # Records that represent two protobuf messages each, and the fields that only one of the two has.
@@ -63,7 +63,7 @@ def test_every_field_is_one_of_the_schema() -> None:
 
 
 def test_a_configuration_is_read_at_every_depth() -> None:
-    given = {
+    fields = {
         "name": "m",
         "max_batch_size": 8,
         "input": [
@@ -81,7 +81,7 @@ def test_a_configuration_is_read_at_every_depth() -> None:
         "model_transaction_policy": {"decoupled": True},
         "response_cache": {"enable": True},
     }
-    source = to_dict(from_json(given))
+    source = to_dict(from_json(fields))
     config = ModelSpec.of(source)
     assert config.input == (TensorSpec("x", "FP32", (1, -1), ragged=True),)
     assert (config.output[0].reshape, config.output[0].model_dims) == ((), ())

@@ -9,13 +9,13 @@ _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 # Halves of frames arrive on several connections at a time, each beside small allocations.
 _FRAMES = """
 from pathlib import Path
-from shmserve.ipc.processes import keep_no_large_memory
+from shmserve.ipc.processes import unmap_large_blocks_on_free
 
 def resident():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
-keep_no_large_memory()
+unmap_large_blocks_on_free()
 chunk, small, before = bytes(1 << 20), [], resident()
 for _ in range(3):
     frames = [bytearray() for _ in range(12)]
@@ -29,14 +29,14 @@ print(held, resident() - before)
 """
 
 
-def test_large_memory_is_given_back_when_it_is_freed() -> None:
+def test_freed_large_memory_is_unmapped() -> None:
     ran = run_python("-c", _FRAMES, check=True)
     held, kept = map(int, ran.stdout.split())
     assert held >= 12 * 8 << 20
     assert kept < 4 << 20
 
 
-def test_what_is_there_stays() -> None:
+def test_other_environment_variables_stay() -> None:
     before = {"HOME": "/root"}
     assert with_large_copies(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
     assert before == {"HOME": "/root"}

@@ -16,9 +16,9 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Response, make_submit
 from shmserve.ipc.scheduler_client import (
-    BEGUN,
-    ENDED,
-    ONCE,
+    CANNOT_RUN_AGAIN,
+    LOST_AFTER_RESPONSE,
+    NO_SCHEDULER,
     InflightRequest,
     SchedulerClient,
     Successors,
@@ -78,11 +78,11 @@ class Client(SchedulerClient["Request"]):
         super().__init__(self.links, lambda request, refusal: self.serving, successors)
 
     def receive(self, message: Any, endpoint: str = OLD) -> None:
-        self.take(endpoint, message)
+        self.handle(endpoint, message)
 
     def lose(self, endpoint: str, successor: str) -> None:
         self.successors.add(endpoint, successor)
-        self.lost(endpoint)
+        self.handle_loss(endpoint)
 
 
 class Request(InflightRequest):
@@ -101,7 +101,7 @@ class Request(InflightRequest):
         self.repeats = False
         client.submit(self, endpoint)
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         return self.patient
 
     def respond(self, message: Response) -> None:
@@ -217,7 +217,7 @@ def test_a_finder_may_keep_a_request(client: Client) -> None:
 
 
 @pytest.mark.parametrize("how", ["begun", "left", "early", "another code"])
-def test_a_refusal_ends_what_cannot_go_elsewhere(client: Client, how: str) -> None:
+def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, how: str) -> None:
     request = Request(client)
     client.serving = NEW
     if how == "begun":
@@ -269,7 +269,7 @@ def test_a_request_without_a_link_fails_once(client: Client) -> None:
 # --- losses
 
 
-def test_no_link_to_a_successor_is_made_for_nothing(client: Client) -> None:
+def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
     """A client without requests or memory of a lost scheduler opens no link to its successor."""
     client.lose(OLD, NEW)
     client.release(OLD, [])
@@ -300,7 +300,11 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     assert [each.freed for each in settled] == [1] * 5 and other.freed == 0
     assert [type(message) for message in answered.heard] == [m.Finished]
     assert left.heard == []
-    failures = [(begun, BEGUN), (once, ONCE), *([] if successor else [(fresh, ENDED)])]
+    failures = [
+        (begun, LOST_AFTER_RESPONSE),
+        (once, CANNOT_RUN_AGAIN),
+        *([] if successor else [(fresh, NO_SCHEDULER)]),
+    ]
     for request, why in failures:
         assert failure(request).code == "UNAVAILABLE"
         assert failure(request).message == f"[request id: me] {why}"
@@ -319,7 +323,7 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
     assert request.endpoint == NEW and client.links.of(m.Submit)[-1] == (NEW, request.submit)
     client.serving = OLD  # the exit of the new scheduler is not known yet
     client.lose(NEW, "")
-    assert failure(request).message.endswith(ENDED)
+    assert failure(request).message.endswith(NO_SCHEDULER)
 
 
 def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Client) -> None:
@@ -328,11 +332,11 @@ def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Cl
     request = Request(client)
     assert request.endpoint == NEW and client.links.of(m.Submit) == [(NEW, request.submit)]
     client.lose(NEW, "")
-    assert failure(Request(client, number=2)).message.endswith(ENDED)
+    assert failure(Request(client, number=2)).message.endswith(NO_SCHEDULER)
 
 
 @pytest.mark.parametrize("read", ["before", "after"])
-def test_what_is_read_after_a_loss_is_released_by_way_of_the_successor(
+def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
     client: Client, read: str
 ) -> None:
     """A link to the successor is opened for it if none exists."""
@@ -395,15 +399,15 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
         endpoint = requests[number].endpoint
         match event:
             case "finished":
-                client.take(endpoint, m.Finished(number, b"", []))
+                client.handle(endpoint, m.Finished(number, b"", []))
             case "responded" | "final":
-                client.take(endpoint, responded(number, final=event == "final"))
+                client.handle(endpoint, responded(number, final=event == "final"))
             case "failed" | "early":
-                client.take(endpoint, failed(number, early=event == "early"))
+                client.handle(endpoint, failed(number, early=event == "early"))
             case "unavailable":
-                client.take(endpoint, failed(number, "UNAVAILABLE"))
+                client.handle(endpoint, failed(number, "UNAVAILABLE"))
             case "settled":
-                client.take(endpoint, m.Settled(number))
+                client.handle(endpoint, m.Settled(number))
             case "left":
                 requests[number].patient = False
             case "serving" | "nobody":
@@ -455,20 +459,20 @@ def check(client: Client, request: Request) -> None:
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
     arrived_ns = 1_000_000
-    made = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
+    submit = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
     limit = limits.get("limit", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
-    assert made == m.Submit(*fields, limit=limit)
+    assert submit == m.Submit(*fields, limit=limit)
 
 
 def test_a_caller_may_handle_a_finished_request_itself() -> None:
     client = Client()
     request = Request(client)
     finished = m.Finished(1, b"schema", [])
-    assert client.take_finished(NEW, finished) is None, "another scheduler's"
-    assert client.take_finished(OLD, m.Finished(2, b"schema", [])) is None, "unknown"
-    assert client.take_finished(OLD, finished) is request and not client
-    assert client.take_finished(OLD, finished) is None, "it has ended"
+    assert client.remove_finished(NEW, finished) is None, "another scheduler's"
+    assert client.remove_finished(OLD, m.Finished(2, b"schema", [])) is None, "unknown"
+    assert client.remove_finished(OLD, finished) is request and not client
+    assert client.remove_finished(OLD, finished) is None, "it has ended"
     assert (request.heard, request.freed) == ([], 0)

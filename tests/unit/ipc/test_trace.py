@@ -11,8 +11,8 @@ from shmserve.ipc.trace import (
     Span,
     TraceContext,
     TracedTensor,
-    explain,
     is_trace,
+    phase_durations,
     unpack_spans,
 )
 
@@ -51,7 +51,7 @@ def test_a_header_is_read_and_passed_on() -> None:
         ("x" * 100_000, False),
     ],
 )
-def test_what_is_no_header_is_left_alone(header: str, taken: bool) -> None:
+def test_a_malformed_trace_header_is_ignored(header: str, taken: bool) -> None:
     assert (TraceContext.of_header(header) is not None) is taken
 
 
@@ -92,8 +92,8 @@ def test_malformed_data_end_the_spans(junk: bytes) -> None:
 def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
     own = span("a", "g", 100)
     call = span("b", "a", 110, model="other")
-    told = explain([own, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000)
-    assert told == {
+    explanation = phase_durations([own, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000)
+    assert explanation == {
         "total_us": 150,
         "receive_us": 30,
         "batch_size": 4,
@@ -121,10 +121,10 @@ def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
 
 def test_an_ensemble_has_steps() -> None:
     ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, closed="")
-    told = explain([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
-    assert [step["model"] for step in told["steps"]] == ["step"]
-    assert "queue_us" not in told
-    assert explain([], "a", 0, 1000, 2000) == {"total_us": 2, "receive_us": 1}
+    explanation = phase_durations([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
+    assert [step["model"] for step in explanation["steps"]] == ["step"]
+    assert "queue_us" not in explanation
+    assert phase_durations([], "a", 0, 1000, 2000) == {"total_us": 2, "receive_us": 1}
 
 
 def test_tensors_travel_beside_the_spans() -> None:

@@ -20,16 +20,16 @@ from tests.rigs.arrivals import arrived, framed, send_raw
 
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[Router]:
-    made = Router(f"ipc://{tmp_path}/r")
-    yield made
-    made.close()
+    new_router = Router(f"ipc://{tmp_path}/r")
+    yield new_router
+    new_router.close()
 
 
 @pytest.fixture
 def dealer(router: Router) -> Iterator[Dealer]:
-    made = Dealer(router.endpoint, "me")
-    yield made
-    made.close()
+    new_dealer = Dealer(router.endpoint, "me")
+    yield new_dealer
+    new_dealer.close()
 
 
 def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_messages_arrive_in_order_in_both_directions(router: Router, dealer: Dea
     assert arrived(dealer) == [m.Settled(1), m.Settled(2)]
 
 
-def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer) -> None:
+def test_a_message_that_cannot_be_packed_is_not_sent(router: Router, dealer: Dealer) -> None:
     with pytest.raises(TypeError):
         dealer.send(ConfigCompleted({"max_batch_size": object()}))
     dealer.send(m.Cancel(7))

@@ -253,7 +253,7 @@ def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
-def test_what_an_ensemble_lacks_is_placed_where_it_would_be() -> None:
+def test_a_missing_field_of_an_ensemble_is_reported_at_its_step() -> None:
     text = ENSEMBLE + f"ensemble_scheduling {{ step {{ {STEP} }} @step {{}} }}"
     step = place(text)
     assert problems(text).splitlines() == [
@@ -318,5 +318,5 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
 )
 def test_a_circle_beside_what_the_outputs_need(steps: str, text: str) -> None:
     way = 'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
-    found = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {way} "O" }} }} }}')
-    assert text in found
+    errors = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {way} "O" }} }} }}')
+    assert text in errors

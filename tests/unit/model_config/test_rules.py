@@ -308,6 +308,14 @@ RULES = [
         "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
+        IO
+        + (WARMUP % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
+            "batch_size: 1", "@batch_size: 2"
+        ),
+        "model_warmup[0].batch_size",
+        "warmup sample 's': batch size 2, max allowed is 1 for m",
+    ),
+    (
         IO + "response_cache { @enable: true } sequence_batching {}",
         "response_cache.enable",
         "Response Cache does not currently support model m with sequence batching scheduler. "
@@ -356,7 +364,7 @@ instance_group [ { @kind: KIND_GPU } ]
     ]
 
 
-def test_what_a_model_may_still_complete_is_no_mistake_yet() -> None:
+def test_fields_that_a_model_may_complete_are_no_errors() -> None:
     text = PYTHON + 'input { name: "I" } batch_output { target_name: "O" source_input: "I" }'
     assert problems(text, complete=False) == ""
     assert "must specify 'dims'" in problems(text)
@@ -399,9 +407,9 @@ def test_a_reshape_keeps_the_elements(
     key = "input[0].reshape.shape"
     if shape == [0]:
         key, text = f"{key}[0]", text.replace("@shape: [", "shape: [@")
-    found = problems(text)
-    assert found.startswith(f"{place(text)}{key}: model input 'I' {expected}" if expected else "")
-    assert bool(found) == bool(expected)
+    errors = problems(text)
+    assert errors.startswith(f"{place(text)}{key}: model input 'I' {expected}" if expected else "")
+    assert bool(errors) == bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +455,9 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
 def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
     """R17: a configuration names no file outside of the model."""
     text = f'{PYTHON} {IO} @{field}: "{file}"'
-    found = problems(text)
+    errors = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "
-    assert found.startswith(f"{place(text)}{field}: {expected}")
+    assert errors.startswith(f"{place(text)}{field}: {expected}")
     for inside in ("model.py", "code/my..model.py"):
         assert problems(f'{PYTHON} {IO} {field}: "{inside}"') == ""
 
@@ -463,9 +471,7 @@ def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", False),
     ],
 )
-def test_what_is_wrong_with_a_version_is_told_from_what_is_wrong_with_the_file(
-    text: str, late: bool
-) -> None:
+def test_errors_of_a_version_and_of_the_file_differ(text: str, late: bool) -> None:
     config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
     with pytest.raises(InvalidArgument) as caught:
         validate(config, gpu_count=0, complete=False)

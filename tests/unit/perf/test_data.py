@@ -1,4 +1,4 @@
-"""Inputs by shape, from values, files and programs; and what is said of wrong ones."""
+"""Inputs by shape, from values, files and programs, and the errors for wrong ones."""
 
 import json
 from pathlib import Path
@@ -36,14 +36,14 @@ def values(item: data.Item) -> dict[str, Any]:
 def test_every_datatype_is_made_by_shape(datatype: str) -> None:
     model = ModelInterface({"X": ModelTensor("X", datatype, (2, 3))})
     for source in ("random", "zero"):
-        ((made,),) = data.items(model, Given(source=source, text_length=5))
+        ((tensor,),) = data.items(model, Given(source=source, text_length=5))
         size = ITEM_SIZE[datatype] or (4 + 5 * (source == "random"))
-        assert (made.shape, len(made.raw)) == ([2, 3], 6 * size)
+        assert (tensor.shape, len(tensor.raw)) == ([2, 3], 6 * size)
 
 
 def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
-    ((made,),) = data.items(BATCHED, Given(batch=4))
-    assert made.shape == [4, 2]
+    ((tensor,),) = data.items(BATCHED, Given(batch=4))
+    assert tensor.shape == [4, 2]
     with pytest.raises(
         InvalidArgument, match=("--batch: 4 rows, but the model does not support batches")
     ):
@@ -53,8 +53,8 @@ def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
 def test_a_shape_of_any_size_is_asked_for() -> None:
     with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
         data.items(PLAIN, Given())
-    made, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
-    assert made.shape == [3, 2]
+    quantised, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
+    assert quantised.shape == [3, 2]
 
 
 def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() -> None:
@@ -87,7 +87,7 @@ def test_an_input_that_is_not_there_is_named(given: Given) -> None:
         data.items(BATCHED, given)
 
 
-def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None:
+def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     entries = [
         {"X": [1, 2]},
@@ -95,8 +95,8 @@ def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None
         [{"X": {"b64": "BQAAAAYAAAA="}}],
     ]
     path.write_text(json.dumps({"data": entries}))
-    found = [values(item)["X"] for item in data.items(BATCHED, Given(source=str(path)))]
-    assert found == [[[1, 2]], [[3, 4]], [[5, 6]]]
+    values_of_x = [values(item)["X"] for item in data.items(BATCHED, Given(source=str(path)))]
+    assert values_of_x == [[[1, 2]], [[3, 4]], [[5, 6]]]
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         "    for n in itertools.count():\n"
         "        yield {'X': [[n, n]]}\n"
     )
-    found = data.items(BATCHED, Given(source=str(path)))
-    assert len(found) == 1000
-    assert values(found[7])["X"] == [[7, 7]]
+    items = data.items(BATCHED, Given(source=str(path)))
+    assert len(items) == 1000
+    assert values(items[7])["X"] == [[7, 7]]
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,17 @@ def values(given: list[int]) -> Values:
 def test_a_percentile_is_the_least_that_so_many_do_not_exceed(
     given: list[int], percent: float
 ) -> None:
-    found = measure.percentile(values(given), percent)
+    result = measure.percentile(values(given), percent)
     need = percent / 100 * len(given) - 1e-6
-    assert found in given
-    assert sum(sample <= found for sample in given) >= need
-    assert sum(sample < found for sample in given) < need + 1e-5
+    assert result in given
+    assert sum(sample <= result for sample in given) >= need
+    assert sum(sample < result for sample in given) < need + 1e-5
 
 
 def test_percentiles_of_a_hundred() -> None:
     ordered = values(list(range(1, 101)))
-    found = [measure.percentile(ordered, percent) for percent in (50, 90, 99, 99.9, 100)]
-    assert found == [50, 90, 99, 100, 100]
+    percentiles = [measure.percentile(ordered, percent) for percent in (50, 90, 99, 99.9, 100)]
+    assert percentiles == [50, 90, 99, 100, 100]
     assert measure.percentile(values([]), 50) == 0
 
 
@@ -69,8 +69,8 @@ def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_sche
 
 
 def test_a_spread_is_in_milliseconds() -> None:
-    found = measure.spread(np.array([3_000_000, 1_000_000], np.int64))
-    assert found == {
+    spread = measure.spread(np.array([3_000_000, 1_000_000], np.int64))
+    assert spread == {
         "mean": 2.0,
         "p50": 1.0,
         "p90": 3.0,

@@ -1,4 +1,4 @@
-"""Regions of a run: what is registered, what lies where, and that nothing stays."""
+"""Regions of a run: their registration, the ranges in them, and their removal."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ ITEMS = [
 
 
 class Transport:
-    """Keeps what is registered."""
+    """A transport that stores the registrations."""
 
     def __init__(self) -> None:
         self.registered: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -32,10 +32,10 @@ class Transport:
         assert self.registered.pop(name)[0] == kind
 
 
-def test_inputs_lie_where_the_requests_say() -> None:
+def test_inputs_are_written_to_the_ranges_of_the_requests() -> None:
     transport: Any = Transport()
-    with Regions(transport, "system") as made:
-        placed = made.inputs(ITEMS)
+    with Regions(transport, "system") as regions:
+        placed = regions.inputs(ITEMS)
         ((kind, fields),) = transport.registered.values()
         content = Path("/dev/shm", fields["key"].lstrip("/")).read_bytes()
         assert (kind, fields["byte_size"]) == ("system", len(content))
@@ -49,10 +49,10 @@ def test_inputs_lie_where_the_requests_say() -> None:
     assert not os.path.exists(f"/dev/shm{fields['key']}")
 
 
-def test_slots_have_rooms_of_their_own() -> None:
+def test_slots_have_ranges_of_their_own() -> None:
     transport: Any = Transport()
-    with Regions(transport, "system") as made:
-        rooms = made.outputs({"Y": 100, "Z": 4}, 3)
+    with Regions(transport, "system") as regions:
+        rooms = regions.outputs({"Y": 100, "Z": 4}, 3)
         taken = sorted((p.offset, p.offset + p.byte_size) for room in rooms for p in room.values())
         assert len(taken) == 6
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
@@ -64,8 +64,8 @@ def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.Monk
     cuda = FakeCuda().exporting()
     monkeypatch.setattr(targets, "exporting", lambda: cuda)
     transport: Any = Transport()
-    with Regions(transport, "cuda") as made:
-        placed = made.inputs(ITEMS)
+    with Regions(transport, "cuda") as regions:
+        placed = regions.inputs(ITEMS)
         ((kind, fields),) = transport.registered.values()
         assert (kind, fields["device_id"], len(fields["raw_handle"])) == ("cuda", 0, 64)
         assert placed[0][1].part is not None

@@ -1,4 +1,4 @@
-"""The table, the files and the picture of what was measured."""
+"""The table, the files and the picture of a measurement."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def test_the_table_attributes_the_time() -> None:
     head, row, _, _, server = report.table([POINT]).splitlines()
     assert head.split()[:3] == ["load", "requests/s", "±"]
     assert row.split()[:6] == ["concurrency", "4", "2,000.0", "1.0%", "2.000", "1.500"]
-    # What the client waited for and the server does not count.
+    # The client's waiting time includes a part that the server does not count.
     assert server.split()[-6:] == ["100.0", "10.0", "500.0", "20.0", "1370.0", "2.50"]
 
 
@@ -64,15 +64,15 @@ def test_an_invalid_report_is_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_csv_has_one_line_per_load() -> None:
-    found = list(csv.DictReader(report.rows([POINT, replace(POINT, value=8.0)]).splitlines()))
-    assert [row["value"] for row in found] == ["4.0", "8.0"]
-    assert (found[0]["latency.p99"], found[0]["server.m.queue"]) == ("5.0", "100.0")
+    rows = list(csv.DictReader(report.rows([POINT, replace(POINT, value=8.0)]).splitlines()))
+    assert [row["value"] for row in rows] == ["4.0", "8.0"]
+    assert (rows[0]["latency.p99"], rows[0]["server.m.queue"]) == ("5.0", "100.0")
 
 
 @pytest.mark.parametrize("values", [[4.0], [1.0, 4.0, 16.0]])
 def test_the_picture_is_svg(values: list[float]) -> None:
-    found = [replace(POINT, value=value, per_second=500 * value) for value in values]
-    root = ET.fromstring(report.draw("<m> & n", found))
+    points = [replace(POINT, value=value, per_second=500 * value) for value in values]
+    root = ET.fromstring(report.draw("<m> & n", points))
     assert root.tag.endswith("svg")
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
     assert texts[0].startswith("<m> & n")
@@ -89,8 +89,8 @@ def test_server_counts_are_differences() -> None:
             "inference_stats": {"success": times, "queue": times, "compute_infer": times},
         }
 
-    found = measure.grown(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
-    assert found["queue"] == found["compute_infer"] == 100.0
-    assert (found["compute_input"], found["batch"], found["requests"]) == (0.0, 4.0, 20)
+    growth = measure.grown(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
+    assert growth["queue"] == growth["compute_infer"] == 100.0
+    assert (growth["compute_input"], growth["batch"], growth["requests"]) == (0.0, 4.0, 20)
     assert measure.grown(stats(10, 0, 5), stats(10, 0, 5)) == {}
-    assert json.dumps(found)
+    assert json.dumps(growth)

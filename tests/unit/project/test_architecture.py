@@ -1,4 +1,4 @@
-"""The page for who wants to change the server: every file and every name on it exists."""
+"""The architecture page: every file and every name in it exists."""
 
 import ast
 import functools
@@ -15,23 +15,23 @@ MOST_LINES, MOST_CHARACTERS = 150, 140
 
 
 def path(name: str) -> Path:
-    found = ROOT / "shmserve" / name
-    return found if found.exists() else next(ROOT.rglob(f"tests/**/{name}"), found)
+    path = ROOT / "shmserve" / name
+    return path if path.exists() else next(ROOT.rglob(f"tests/**/{name}"), path)
 
 
 @functools.cache
 def names(file: Path) -> set[str]:
-    """All that a module defines, with what its classes do."""
-    found: set[str] = set()
+    """Return the names that a module defines, with the methods of its classes."""
+    classes: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         match node:
             case ast.ClassDef(name=name):
-                found |= {name} | {f"{name}.{member}" for member in _members(node)}
+                classes |= {name} | {f"{name}.{member}" for member in _members(node)}
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found.add(name)
+                classes.add(name)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                found.add(name)
-    return found
+                classes.add(name)
+    return classes
 
 
 def _members(node: ast.ClassDef) -> set[str]:
@@ -46,7 +46,7 @@ def test_it_is_read_in_one_go() -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
-def test_what_it_names_is_there(file: str, name: str) -> None:
+def test_every_named_file_and_function_exists(file: str, name: str) -> None:
     assert path(file).is_file()
     assert not name or name in names(path(file))
 

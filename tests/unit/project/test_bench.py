@@ -46,22 +46,22 @@ def _results(*rows: Row) -> Results:
 
 
 def test_a_report_of_perf_analyzer_is_read_by_column() -> None:
-    found = perf.parse(REPORT)
-    assert found[perf.THROUGHPUT] == 7552.42
-    assert found[perf.P50] == 2004
-    assert "Avg latency" not in found
+    columns = perf.parse(REPORT)
+    assert columns[perf.THROUGHPUT] == 7552.42
+    assert columns[perf.P50] == 2004
+    assert "Avg latency" not in columns
 
 
 @pytest.mark.parametrize("text", ["", "Concurrency\n1\n", REPORT + "1,2,3,4,5,6\n", "a,b\n1,2\n"])
-def test_anything_else_is_not_a_report(text: str) -> None:
+def test_malformed_reports_are_refused(text: str) -> None:
     with pytest.raises(perf.LoadFailed):
         perf.parse(text)
 
 
 def test_spread_is_the_median_between_the_extremes() -> None:
-    found = spread([3.0, 1.0, 10.0])
-    assert found is not None
-    assert (found.median, found.low, found.high) == (3.0, 1.0, 10.0)
+    result = spread([3.0, 1.0, 10.0])
+    assert result is not None
+    assert (result.median, result.low, result.high) == (3.0, 1.0, 10.0)
     assert spread([]) is None
 
 
@@ -176,28 +176,28 @@ def soaked(memory: list[float], descriptors: list[int], shm: list[float]) -> lis
         ([50.0] * 6, [9] * 6, [0.0, 0, 1, 1, 5, 5], ["/dev/shm: MB 1.0 -> 5.0"]),
     ],
 )
-def test_what_grows_in_a_soak(
+def test_growth_in_a_soak_is_reported(
     memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
     assert resources.growth(soaked(memory, descriptors, shm)) == grown
 
 
-def test_a_soak_that_is_too_short_says_so() -> None:
+def test_too_short_a_soak_is_reported() -> None:
     assert resources.growth(soaked([1.0], [1], [0.0])) == ["the run was too short to say what grew"]
 
 
-def test_processes_that_came_later_are_left_out() -> None:
+def test_processes_started_later_are_ignored() -> None:
     samples = soaked([50.0] * 6, [9] * 6, [0.0] * 6)
     samples[-1].memory_mb["worker"] = 900.0
     assert resources.growth(samples) == []
 
 
-def test_what_this_process_has() -> None:
-    found = resources.sample(os.getpid())
-    assert max(found.memory_mb.values()) > 1
-    assert max(found.descriptors.values()) > 2
-    assert max(found.threads.values()) >= 1
+def test_resources_of_this_process() -> None:
+    usage = resources.sample(os.getpid())
+    assert max(usage.memory_mb.values()) > 1
+    assert max(usage.descriptors.values()) > 2
+    assert max(usage.threads.values()) >= 1
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         for size in (1, 1_000_000):
             request = post("/", bytes(size))
-            found = latencies(server.server_port, request, in_flight=3, seconds=0.05)
-            assert len(found) >= 3 and min(found) > 0
+            latencies_us = latencies(server.server_port, request, in_flight=3, seconds=0.05)
+            assert len(latencies_us) >= 3 and min(latencies_us) > 0
         with pytest.raises(LoadFailed, match="400"):
             latencies(server.server_port, post("/", b""), in_flight=1, seconds=0.05)
         server.shutdown()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.__main__ import HERE, LANES, MOST_TRIED_AGAIN, Suite
 
-# What each of these does is told by a file that it leaves: the second try finds it.
+# Each test writes a file about its run, which its second try reads.
 TESTS = """
 import os
 from pathlib import Path
@@ -79,7 +79,7 @@ DIES = "import os\ndef test_dies(): os._exit(0)"
 
 
 def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[int, str, str]:
-    """A run of these files: its exit status, its last line, and what else it said."""
+    """Run these files; return the exit status, the last line, and the other output."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "some").mkdir()
     for name, text in files.items():
@@ -91,11 +91,11 @@ def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[
 
 def test_every_file_is_in_one_piece() -> None:
     suite = Suite()
-    found = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
-    assert sorted(found) == sorted(map(str, HERE.rglob("test_*.py")))
+    files = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
+    assert sorted(files) == sorted(map(str, HERE.rglob("test_*.py")))
 
 
-def test_what_passes_on_the_second_try_passes_and_is_listed(
+def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, last, said = ran(tmp_path, capfd, some=TESTS, late=IS_IMPORTED_LATE)
@@ -111,7 +111,7 @@ def test_what_passes_on_the_second_try_passes_and_is_listed(
         assert f"    | E   {text}" in table or text in table
 
 
-def test_what_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, last, said = ran(tmp_path, capfd, some=TESTS, never=NEVER_PASSES)
     assert (status, last) == (1, "4 passed, 1 failed, 1 skipped")
     assert said.count("in no way") >= 2

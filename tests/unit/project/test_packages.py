@@ -15,13 +15,13 @@ ROOMS = {"shmserve": "shmserve", "ipc": "shmserve.ipc", "workers": "shmserve.wor
 
 def test_every_package_is_installed_and_no_other() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = [
+    missing = [
         ".".join((package, *path.parent.relative_to(ROOT / folder).parts))
         for folder, package in ROOMS.items()
         for path in (ROOT / folder).rglob("__init__.py")
         if not any(parent.is_symlink() for parent in path.parents)
     ]
-    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(found)
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(missing)
 
 
 def test_every_page_is_installed() -> None:
@@ -35,7 +35,7 @@ def test_every_page_is_installed() -> None:
     assert installed >= set((ROOT / "shmserve").glob("**/*.md"))
 
 
-def test_a_build_leaves_nothing_where_the_sources_are(tmp_path: Path) -> None:
+def test_a_build_writes_nothing_beside_the_sources(tmp_path: Path) -> None:
     example = ROOT / "examples" / "table_backend"
     assert (example / "setup.py").read_text() == (ROOT / "setup.py").read_text()
     folder = tmp_path / "table_backend"

@@ -33,9 +33,9 @@ _COUNTED_WITH = (3, 11)  # from 3.12 on, comprehensions are not functions
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(counted_processes.REGION_SIZE)
-    yield made
-    made.close()
+    region = Region(counted_processes.REGION_SIZE)
+    yield region
+    region.close()
 
 
 @pytest.mark.parametrize(("kind", "process"), _CEILINGS)

@@ -14,10 +14,10 @@ MS = 1_000_000
 
 
 def rig(instances: int = 1, **more: Any) -> Rig:
-    made = Rig(max_batch_size=1, **more)
+    scheduler_rig = Rig(max_batch_size=1, **more)
     for index in range(instances):
-        made.start(index, 100 + index)
-    return made
+        scheduler_rig.start(index, 100 + index)
+    return scheduler_rig
 
 
 def line(pid: int, batch: inference.Execute, model: str = "m") -> str:
@@ -29,25 +29,25 @@ def failures(made: Rig) -> list[str]:
 
 
 def test_a_call_of_its_only_instance_fails_at_once() -> None:
-    made = rig()
-    _, batch = made.begin()
-    made.submit(callers=f"{line(100, batch)}\n7/7/other model")
-    assert failures(made) == [
+    caller_rig = rig()
+    _, batch = caller_rig.begin()
+    caller_rig.submit(callers=f"{line(100, batch)}\n7/7/other model")
+    assert failures(caller_rig) == [
         "deadlock: the call of model 'm' waits for its instances, which its callers hold (m -> "
         "other model -> m)"
     ]
-    made.finish(b"0.100", batch)
-    assert made.begin()
+    caller_rig.finish(b"0.100", batch)
+    assert caller_rig.begin()
 
 
 def test_a_call_waits_while_an_instance_may_become_free() -> None:
-    made = rig(2)
-    _, first = made.begin()
-    _, second = made.begin()
-    made.submit(callers=line(100, first))
-    assert failures(made) == []
-    made.finish(b"1.101", second)
-    assert made.execute()[0] == b"1.101"
+    caller_rig = rig(2)
+    _, first = caller_rig.begin()
+    _, second = caller_rig.begin()
+    caller_rig.submit(callers=line(100, first))
+    assert failures(caller_rig) == []
+    caller_rig.finish(b"1.101", second)
+    assert caller_rig.execute()[0] == b"1.101"
 
 
 def test_two_callers_that_wait_for_each_other() -> None:
@@ -55,121 +55,123 @@ def test_two_callers_that_wait_for_each_other() -> None:
 
     The second call fails, so that the first can continue.
     """
-    made = rig(2)
-    (_, first), (_, second) = made.begin(), made.begin()
-    made.submit(callers=line(100, first))
-    made.submit(callers=line(101, second))
-    assert len(failures(made)) == 1
-    made.finish(b"1.101", second)
-    assert made.execute()[1].requests[0].callers == line(100, first)
+    caller_rig = rig(2)
+    (_, first), (_, second) = caller_rig.begin(), caller_rig.begin()
+    caller_rig.submit(callers=line(100, first))
+    caller_rig.submit(callers=line(101, second))
+    assert len(failures(caller_rig)) == 1
+    caller_rig.finish(b"1.101", second)
+    assert caller_rig.execute()[1].requests[0].callers == line(100, first)
 
 
-def test_callers_elsewhere_and_ended_ones_do_not_count() -> None:
-    made = rig()
-    _, batch = made.begin()
-    made.submit(callers=f"100/999/m\n200/{batch.requests[0].key}/m")
-    made.finish(b"0.100", batch)
-    made.execute()
-    assert failures(made) == []
+def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
+    caller_rig = rig()
+    _, batch = caller_rig.begin()
+    caller_rig.submit(callers=f"100/999/m\n200/{batch.requests[0].key}/m")
+    caller_rig.finish(b"0.100", batch)
+    caller_rig.execute()
+    assert failures(caller_rig) == []
 
 
 def test_a_decoupled_instance_that_has_returned_is_free() -> None:
-    made = rig(decoupled=True)
-    _, batch = made.begin()
-    made.returned(b"0.100", batch)
-    made.submit(callers=line(100, batch))
-    assert failures(made) == [] and made.execute()
+    caller_rig = rig(decoupled=True)
+    _, batch = caller_rig.begin()
+    caller_rig.returned(b"0.100", batch)
+    caller_rig.submit(callers=line(100, batch))
+    assert failures(caller_rig) == [] and caller_rig.execute()
 
 
 def test_an_expected_instance_may_run_it() -> None:
-    made = rig()
-    _, batch = made.begin()
-    made.supervisor(InstanceExpected(1, 101))
-    made.submit(callers=line(100, batch))
-    assert failures(made) == []
+    caller_rig = rig()
+    _, batch = caller_rig.begin()
+    caller_rig.supervisor(InstanceExpected(1, 101))
+    caller_rig.submit(callers=line(100, batch))
+    assert failures(caller_rig) == []
 
 
 def test_a_call_in_the_sequence_of_its_caller_fails() -> None:
     """The sequence is bound to the caller's instance, although another instance is free."""
-    made = rig(2, sequences={})
-    _, batch = made.begin(correlation_id=5, flags=START)
-    made.submit(correlation_id=5, callers=line(100, batch))
-    assert len(failures(made)) == 1
-    made.submit(correlation_id=6, flags=START, callers=line(100, batch))
-    assert failures(made) == []
+    caller_rig = rig(2, sequences={})
+    _, batch = caller_rig.begin(correlation_id=5, flags=START)
+    caller_rig.submit(correlation_id=5, callers=line(100, batch))
+    assert len(failures(caller_rig)) == 1
+    caller_rig.submit(correlation_id=6, flags=START, callers=line(100, batch))
+    assert failures(caller_rig) == []
 
 
-def test_a_response_in_order_cannot_come_before_its_callers() -> None:
-    made = rig(2, dynamic={"preserve_ordering": True})
-    _, batch = made.begin()
-    made.submit(callers=line(100, batch))
-    assert len(failures(made)) == 1
+def test_a_response_in_order_waits_for_its_callers_response() -> None:
+    caller_rig = rig(2, dynamic={"preserve_ordering": True})
+    _, batch = caller_rig.begin()
+    caller_rig.submit(callers=line(100, batch))
+    assert len(failures(caller_rig)) == 1
 
 
 @pytest.mark.parametrize("callers", ["x", "1/2", "1//m", "\n\n", "-1/2/m", f"{'9' * 30}/1/m"])
 def test_malformed_callers_are_none(callers: str) -> None:
     assert Caller.read(callers) == []
-    made = rig()
-    made.begin()
-    made.submit(callers=callers)
-    assert failures(made) == []
+    caller_rig = rig()
+    caller_rig.begin()
+    caller_rig.submit(callers=callers)
+    assert failures(caller_rig) == []
 
 
 def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
-    made = rig(rate_limited=True)
-    made.submit(callers="50/1/holder")
-    (check,) = made.to_supervisor(control_requests.CheckHolders)
+    caller_rig = rig(rate_limited=True)
+    caller_rig.submit(callers="50/1/holder")
+    (check,) = caller_rig.to_supervisor(control_requests.CheckHolders)
     assert check.pids == [50]
-    made.supervisor(control_requests.ResourcesHeld(99), control_requests.ResourcesHeld(check.key))
-    assert failures(made) == [
+    caller_rig.supervisor(
+        control_requests.ResourcesHeld(99), control_requests.ResourcesHeld(check.key)
+    )
+    assert failures(caller_rig) == [
         "deadlock: the call of model 'm' waits for resources of the rate limiter, which its "
         "callers hold (holder -> m)"
     ]
 
 
 def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
-    made = rig(2)
-    (_, first), (_, second) = made.begin(), made.begin()
+    caller_rig = rig(2)
+    (_, first), (_, second) = caller_rig.begin(), caller_rig.begin()
     callers = line(200, first, "other")
-    made.submit(callers=callers)
-    made.submit(5)  # requests of clients are not reported
-    made.pass_time(150 * MS)
-    assert not made.to_supervisor(control_requests.CallsWaiting)
-    made.pass_time(50 * MS)
-    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    caller_rig.submit(callers=callers)
+    caller_rig.submit(5)  # requests of clients are not reported
+    caller_rig.pass_time(150 * MS)
+    assert not caller_rig.to_supervisor(control_requests.CallsWaiting)
+    caller_rig.pass_time(50 * MS)
+    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
     occupied = [[100, first.requests[0].key], [101, second.requests[0].key]]
     ((((key, shown),), instances),) = report.waits
     assert (report.model, shown, instances) == ("m", callers, occupied)
-    assert made.wake_ns == made.now + 200 * MS
-    made.pass_time(200 * MS)
-    assert made.to_supervisor(control_requests.CallsWaiting) == [report]
+    assert caller_rig.wake_ns == caller_rig.now + 200 * MS
+    caller_rig.pass_time(200 * MS)
+    assert caller_rig.to_supervisor(control_requests.CallsWaiting) == [report]
     chain = "other -> m -> other"
-    made.supervisor(control_requests.CallDeadlocked(key, chain))
-    assert failures(made) == [
+    caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))
+    assert failures(caller_rig) == [
         f"deadlock: the call of model 'm' waits for requests that wait for its callers ({chain})"
     ]
-    made.supervisor(control_requests.CallDeadlocked(key, chain))
-    made.pass_time(200 * MS)
-    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))
+    caller_rig.pass_time(200 * MS)
+    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
     assert report.waits == []
-    assert made.wake_ns > made.now + 1_000 * MS
+    assert caller_rig.wake_ns > caller_rig.now + 1_000 * MS
 
 
 def test_a_call_in_a_sequence_is_reported_with_its_instance() -> None:
-    made = rig(2, sequences={})
-    _, batch = made.begin(correlation_id=5, flags=START)
-    made.submit(correlation_id=5, callers="200/1/other")
-    made.pass_time(200 * MS)
-    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+    caller_rig = rig(2, sequences={})
+    _, batch = caller_rig.begin(correlation_id=5, flags=START)
+    caller_rig.submit(correlation_id=5, callers="200/1/other")
+    caller_rig.pass_time(200 * MS)
+    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
     (((_, instances)),) = report.waits
     assert instances == [[100, batch.requests[0].key]]
 
 
 def test_a_call_in_order_waits_for_each_instance() -> None:
-    made = rig(2, dynamic={"preserve_ordering": True})
+    caller_rig = rig(2, dynamic={"preserve_ordering": True})
     for _ in range(2):
-        made.begin()
-    made.submit(callers="200/1/other")
-    made.pass_time(200 * MS)
-    (report,) = made.to_supervisor(control_requests.CallsWaiting)
+        caller_rig.begin()
+    caller_rig.submit(callers="200/1/other")
+    caller_rig.pass_time(200 * MS)
+    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
     assert [[pid for pid, _ in instances] for _, instances in report.waits] == [[100], [101]]

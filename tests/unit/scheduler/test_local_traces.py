@@ -26,11 +26,11 @@ class FakeControlLink(list[Any]):
 
 
 def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, FakeControlLink]:
-    told = FakeControlLink()
-    local_traces = LocalTraces("m", "1", told)
+    control_link = FakeControlLink()
+    local_traces = LocalTraces("m", "1", control_link)
     given = {"": asdict(TraceSettings(**settings))}
     local_traces.use(SetTracing(given, slow_ms))
-    return local_traces, told
+    return local_traces, control_link
 
 
 def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
@@ -38,55 +38,64 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
     return Submit(number, b"", [], arrived_ns, 0, 0, 0, "id", trace=trace)
 
 
-def test_nothing_is_made_where_nobody_asks() -> None:
-    made, told = traces()
-    assert not made.active
+def test_no_records_without_a_trace_or_limit() -> None:
+    local_traces, control_link = traces()
+    assert not local_traces.active
     asked = submit(1, CALLER.message)
-    assert made.begin(PEER, asked) is asked
-    made.ended(PEER, Finished(1, b"", []))
-    assert not told and not made.open
+    assert local_traces.start_trace(PEER, asked) is asked
+    local_traces.end_trace(PEER, Finished(1, b"", []))
+    assert not control_link and not local_traces.measured
 
 
-def test_one_of_so_many_is_told() -> None:
-    made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
-    assert made.active
+def test_one_of_every_trace_rate_requests_is_reported() -> None:
+    local_traces, control_link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
+    assert local_traces.active
     for number in range(1, 5):
-        assert bool(made.begin(PEER, submit(number)).trace) is (number % 2 == 0)
-        made.ended(PEER, Finished(number, b"", [], spans=b"spans"))
-    assert [(record.sampled, record.spans, record.error) for record in told] == [
+        assert bool(local_traces.start_trace(PEER, submit(number)).trace) is (number % 2 == 0)
+        local_traces.end_trace(PEER, Finished(number, b"", [], spans=b"spans"))
+    assert [(record.sampled, record.spans, record.error) for record in control_link] == [
         (True, b"spans", "")
     ] * 2
-    assert isinstance(told[0], RequestTraced) and told[0].request_id == "id"
+    assert isinstance(control_link[0], RequestTraced) and control_link[0].request_id == "id"
 
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
-    made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
-    made.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
-    made.ended(PEER, Finished(1, b"", []))
-    assert [TraceContext.of(record.trace).trace_id for record in told] == ["1" * 32] * sampled
-    made.begin(PEER, submit(2, TraceContext.new().message))  # requests an explanation, but no trace
-    made.ended(PEER, Finished(2, b"", []))
-    assert len(told) == 1 + sampled
+    local_traces, control_link = traces(
+        trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry"
+    )
+    local_traces.start_trace(PEER, submit(1, CALLER._replace(sampled=sampled).message))
+    local_traces.end_trace(PEER, Finished(1, b"", []))
+    assert [TraceContext.of(record.trace).trace_id for record in control_link] == [
+        "1" * 32
+    ] * sampled
+    local_traces.start_trace(
+        PEER, submit(2, TraceContext.new().message)
+    )  # requests an explanation, but no trace
+    local_traces.end_trace(PEER, Finished(2, b"", []))
+    assert len(control_link) == 1 + sampled
 
 
-def test_slow_ones_are_told_at_their_last_response() -> None:
-    made, told = traces(slow_ms=100)
+def test_slow_requests_are_reported_at_their_last_response() -> None:
+    local_traces, control_link = traces(slow_ms=100)
     quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
     for request in (quick, slow, failing, gone):
-        assert made.begin(PEER, request).trace
-    made.ended(PEER, Finished(1, b"", []))
-    made.ended(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
-    assert not told
-    made.ended(PEER, Responded(2, "", "", b"", [], final=True))
-    made.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
-    made.ended(PEER, Settled(3))
-    assert [(request.sampled, request.error) for request in told] == [(False, ""), (False, "boom")]
-    made.process_exited(901)
-    assert made.open
-    made.begin(PEER, submit(5, age_ms=150))
-    made.process_exited(900)
-    assert not made.open
-    assert [request.error for request in told[2:]] == [
+        assert local_traces.start_trace(PEER, request).trace
+    local_traces.end_trace(PEER, Finished(1, b"", []))
+    local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
+    assert not control_link
+    local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
+    local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
+    local_traces.end_trace(PEER, Settled(3))
+    assert [(request.sampled, request.error) for request in control_link] == [
+        (False, ""),
+        (False, "boom"),
+    ]
+    local_traces.process_exited(901)
+    assert local_traces.measured
+    local_traces.start_trace(PEER, submit(5, age_ms=150))
+    local_traces.process_exited(900)
+    assert not local_traces.measured
+    assert [request.error for request in control_link[2:]] == [
         "the client has disconnected"
     ]  # the other request was faster than the limit of slow requests

@@ -37,10 +37,10 @@ class AgainstAList(RuleBasedStateMachine):
     @rule(level=LEVELS)
     def append(self, level: int) -> None:
         self.memory_ranges += 1
-        made = request(self.memory_ranges, level)
-        self.made.append(made)
-        self.queue.append(made)
-        self.naive.append(((level, False, self.memory_ranges), made))
+        new_request = request(self.memory_ranges, level)
+        self.made.append(new_request)
+        self.queue.append(new_request)
+        self.naive.append(((level, False, self.memory_ranges), new_request))
 
     @precondition(lambda self: self.naive)
     @rule(data=st.data())

@@ -79,7 +79,7 @@ def test_a_cancelled_request_counts_once_where_it_was() -> None:
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
-def test_a_model_may_say_itself_that_it_was_cancelled() -> None:
+def test_a_model_may_report_its_own_cancellation() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 0)
     give(rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True)
@@ -95,9 +95,9 @@ def test_requests_add_up_by_index() -> None:
         rig.returned(peer, m.Execute(batch, []))
         rig.submit()
         key = rig.execute()[1].requests[0].key
-    found = stats(rig)
-    assert [found[index].get("success", (0, 0))[0] for index in sorted(found)] == [2, 2, 1, 0]
-    assert [found[index].get("empty_response", (0, 0))[0] for index in sorted(found)] == [
+    figures = stats(rig)
+    assert [figures[index].get("success", (0, 0))[0] for index in sorted(figures)] == [2, 2, 1, 0]
+    assert [figures[index].get("empty_response", (0, 0))[0] for index in sorted(figures)] == [
         *(0, 0, 1, 1)
     ]
 
@@ -107,18 +107,18 @@ def test_times_that_cannot_be_are_cut() -> None:
     for given_ns, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
         rig.respond(peer, key, given_ns=given_ns, written_ns=written)
-    found = stats(rig)
-    assert found["0"]["success"] == (1, 10)
-    assert all(ns >= 0 for row in found.values() for _, ns in row.values())
+    figures = stats(rig)
+    assert figures["0"]["success"] == (1, 10)
+    assert all(ns >= 0 for row in figures.values() for _, ns in row.values())
 
 
 def test_the_table_has_an_end() -> None:
     rig, peer, _, key = begun()
     for _ in range(LAST_INDEX + 5):
         rig.respond(peer, key)
-    found = stats(rig)
-    assert len(found) == LAST_INDEX + 1
-    assert found[str(LAST_INDEX)]["success"][0] == 5
+    figures = stats(rig)
+    assert len(figures) == LAST_INDEX + 1
+    assert figures[str(LAST_INDEX)]["success"][0] == 5
 
 
 def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_scheduler() -> None:
@@ -174,12 +174,12 @@ def test_a_successor_counts_on() -> None:
     give(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))
     rig.respond(peer, key, b"", final=True)
-    told, counted = rig.report(), rig.snapshot()
+    report, counted = rig.report(), rig.snapshot()
     successor = Rig(decoupled=True)
     successor.scheduler.restore([counted, [[]]], [])
     now = successor.report()
-    assert now["response_stats"] == told["response_stats"]
-    assert now["shmserve"]["first_response_ms"] == told["shmserve"]["first_response_ms"]
+    assert now["response_stats"] == report["response_stats"]
+    assert now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
 
 
 def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
@@ -188,12 +188,18 @@ def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
         rig.submit()
         rig.pass_time(ms * MS)
         rig.finish(peer, rig.execute()[1])
-    found = rig.report()["shmserve"]["quantiles"]
-    assert set(found) == {"request", "queue", "compute_input", "compute_infer", "compute_output"}
-    (half, median), (_, most) = found["request"]
+    quantiles = rig.report()["shmserve"]["quantiles"]
+    assert set(quantiles) == {
+        "request",
+        "queue",
+        "compute_input",
+        "compute_infer",
+        "compute_output",
+    }
+    (half, median), (_, most) = quantiles["request"]
     assert half == 0.5
     assert 3_980 < median < 4_020 and 29_800 < most < 30_200
-    assert found["compute_infer"] == [[0.5, 0.0], [1.0, 0.0]]
+    assert quantiles["compute_infer"] == [[0.5, 0.0], [1.0, 0.0]]
     rig.pass_time(61_000 * MS)
     assert rig.report()["shmserve"]["quantiles"]["request"] == [[0.5, None], [1.0, None]]
     assert Rig().report()["shmserve"]["quantiles"] == {}
@@ -209,17 +215,17 @@ def test_a_quantile_is_near_the_value_of_its_rank(values: list[int]) -> None:
     for value in values:
         sketch.observe(value, 5)
     ranked = sorted(max(0, value) for value in values)
-    for quantile, found in sketch.report(ALL, 6):
-        assert quantile is not None and found is not None
+    for quantile, estimate in sketch.report(ALL, 6):
+        assert quantile is not None and estimate is not None
         exact = ranked[int(quantile * (len(ranked) - 1))]
-        assert abs(found - exact) <= ACCURACY * exact * 1.000001
+        assert abs(estimate - exact) <= ACCURACY * exact * 1.000001
 
 
 def test_nothing_observed_is_no_value() -> None:
     assert Quantiles().report((0.5, 0.9), 77) == [[0.5, None], [0.9, None]]
 
 
-def test_what_is_older_than_a_minute_is_forgotten() -> None:
+def test_observations_older_than_a_minute_are_dropped() -> None:
     sketch = Quantiles()
     at = 1_000 * SECOND
     sketch.observe(100, at)

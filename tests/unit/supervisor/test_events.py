@@ -55,7 +55,7 @@ async def published(
 # --- who listens
 
 
-def test_what_subscribers_say() -> None:
+def test_subscribe_and_unsubscribe_frames() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.has_subscriber("models")
     assert subscriptions.update(b"\1mod") == ("mod", True)
@@ -70,20 +70,20 @@ def test_what_subscribers_say() -> None:
 
 @given(st.binary(max_size=20))
 def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
-    told = Subscriptions().update(frame)
-    assert (told is None) == (frame[:1] not in (b"\0", b"\1"))
+    update = Subscriptions().update(frame)
+    assert (update is None) == (frame[:1] not in (b"\0", b"\1"))
 
 
-def test_before_it_is_open_nobody_listens() -> None:
+def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
     publisher = EventPublisher()
     publisher.publish(STARTED)
     assert not publisher.is_followed(publications.PROCESSES)
     publisher.close()
 
 
-async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
-    told: list[tuple[str, bool]] = []
-    async with published(run_dir, lambda *news: told.append(news)) as publisher:
+async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
+    records: list[tuple[str, bool]] = []
+    async with published(run_dir, lambda *news: records.append(news)) as publisher:
         publisher.publish(STARTED)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
             await until_async(lambda: publisher.is_followed(publications.PROCESSES))
@@ -92,10 +92,10 @@ async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
             publisher.publish(STARTED)
             arrived = await asyncio.to_thread(reader._next, 5000)
             assert arrived is not None
-            _, header, found = arrived
-            assert (header.sequence, found) == (1, [STARTED])
+            _, header, body = arrived
+            assert (header.sequence, body) == (1, [STARTED])
         await until_async(lambda: not publisher.is_followed(publications.PROCESSES))
-    assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
+    assert records == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
 
 async def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
@@ -114,10 +114,10 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
 
 
 @given(st.sets(st.integers(1, 60), min_size=1))
-def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
+def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
     lost = [gaps.before("models", number) for number in sorted(arrived)]
-    assert lost[0] == 0  # what came before is nobody's loss
+    assert lost[0] == 0  # events before the first received one are not counted as lost
     assert sum(lost) == max(arrived) - min(arrived) + 1 - len(arrived)
     assert gaps.before("health", 50) == 0
     assert gaps.reached("health", 50) == 0
@@ -126,26 +126,26 @@ def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
     assert gaps.reached("new", 7) == 0
 
 
-def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Path) -> None:
+def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
     count = 50_000
 
     async def live() -> tuple[int, int]:
         async with published(run_dir) as publisher:
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
-                for number in range(count):  # nobody waits for anybody here
+                for number in range(count):  # the publisher does not wait for subscribers
                     publisher.publish(m.ProcessStarted(number, "x"))
 
                 def read() -> tuple[int, int]:
                     read = lost = 0
-                    for told in reader.follow():
-                        read, lost = read + 1, lost + told.lost
-                        if told.event.pid == -1:
+                    for received in reader.follow():
+                        read, lost = read + 1, lost + received.lost
+                        if received.event.pid == -1:
                             return read, lost
                     raise AssertionError
 
                 reading = asyncio.ensure_future(asyncio.to_thread(read))
-                while not reading.done():  # until one arrives, when there is room again
+                while not reading.done():  # until an event arrives, when the queue has space again
                     publisher.publish(m.ProcessStarted(-1, "x"))
                     await asyncio.sleep(0.01)
                 return await reading
@@ -155,7 +155,7 @@ def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Pa
     assert lost >= count + 1 - read
 
 
-def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
+def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     """Nothing follows them that could show a gap."""
     count = 50_000
 
@@ -170,8 +170,8 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
 
                 def read() -> tuple[int, int]:
                     read = lost = 0
-                    for told in reader.follow():
-                        read, lost = read + (told.event is not None), lost + told.lost
+                    for received in reader.follow():
+                        read, lost = read + (received.event is not None), lost + received.lost
                         if read + lost == count:
                             return read, lost
                     raise AssertionError
@@ -210,29 +210,29 @@ def test_changes_of_models() -> None:
 
 async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
-    asked: list[str] = []
+    pending_calls: list[str] = []
     holder: list[EventFeed] = []
     async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
-        holder.append(feed(publisher, states, asked))
-        holder[0].models_changed()  # nobody hears of it
+        holder.append(feed(publisher, states, pending_calls))
+        holder[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:
-            found = await asyncio.to_thread(reader.snapshot)
-            assert [told.event for told in found] == [
+            snapshot = await asyncio.to_thread(reader.snapshot)
+            assert [received.event for received in snapshot] == [
                 READY,
                 m.ModelChanged("a", "1", "LOADING", ""),
                 STARTED,
             ]
-            assert asked == ["counters"]
+            assert pending_calls == ["counters"]
             states["a", "1"] = ("READY", "")
             holder[0].models_changed()
-            told = await asyncio.to_thread(next, reader.follow())
-            assert told.event == m.ModelChanged("a", "1", "READY", "")
-            await until_async(lambda: len(asked) > 1)  # a second later
+            received = await asyncio.to_thread(next, reader.follow())
+            assert received.event == m.ModelChanged("a", "1", "READY", "")
+            await until_async(lambda: len(pending_calls) > 1)  # a second later
         await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
         await until_async(lambda: holder[0]._timer is None)
 
 
-async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
+async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
     async with published(run_dir) as publisher:
         reader = EventReader(run_dir)
         await until_async(lambda: publisher.is_followed(publications.MODELS))
@@ -245,7 +245,7 @@ def test_no_server(run_dir: Path) -> None:
         EventReader(run_dir)
 
 
-def test_who_is_no_server(run_dir: Path) -> None:
+def test_a_publisher_that_is_no_server_is_refused(run_dir: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
         socket.bind(endpoints.events(run_dir))
         with EventReader(run_dir, [publications.MODELS]) as reader:
@@ -266,8 +266,8 @@ def test_the_page_has_every_event_and_field() -> None:
             for line in page.splitlines()
             if line.startswith(f"| `{topic}` | `{kind.__name__}` |")
         )
-        told = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
-        assert told == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
+        cell = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
+        assert cell == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
     assert set(publications.TOPICS) == set(typing.get_args(ServerEvent))
     assert set(publications.TOPICS.values()) == set(TOPICS)
 
@@ -298,7 +298,9 @@ def test_the_page_has_every_event_and_field() -> None:
     ],
 )
 def test_an_event_is_a_line(event: Any, line: str) -> None:
-    told = ReceivedEvent(publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
-    assert told.topic in TOPICS
-    assert _as_text(told) == f"2023-11-14T22:13:20.123Z {line}"
-    assert f'"event": "{type(event).__name__}"' in _as_json(told)
+    received_event = ReceivedEvent(
+        publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0
+    )
+    assert received_event.topic in TOPICS
+    assert _as_text(received_event) == f"2023-11-14T22:13:20.123Z {line}"
+    assert f'"event": "{type(event).__name__}"' in _as_json(received_event)

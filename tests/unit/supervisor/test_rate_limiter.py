@@ -31,21 +31,21 @@ R, S = ("R", 0), ("S", GLOBAL)
 
 
 def limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
-    made = RateLimiter({(name, None): count for name, count in explicit.items()})
+    new_limiter = RateLimiter({(name, None): count for name, count in explicit.items()})
     for number, instances in enumerate(members):
-        made.join(number, dict(enumerate(instances)))
-    return made
+        new_limiter.join(number, dict(enumerate(instances)))
+    return new_limiter
 
 
 def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
     """Rule 3.9.1."""
-    made = limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
-    assert made.capacity() == {R: 3, S: 4}
-    made.remove(0)
-    assert made.capacity() == {R: 1, S: 4}
+    rate_limiter = limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
+    assert rate_limiter.capacity() == {R: 3, S: 4}
+    rate_limiter.remove(0)
+    assert rate_limiter.capacity() == {R: 1, S: 4}
 
 
-def test_what_was_configured_is_the_capacity() -> None:
+def test_the_configured_amount_is_the_capacity() -> None:
     assert limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
     explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
     explicit.join(0, {0: Needs({R: 2, ("R", 1): 1}, 1)})
@@ -69,7 +69,7 @@ def test_a_resource_is_global_or_a_devices(apart: bool) -> None:
         limiter(*((one, other) if apart else (one + other,)))
 
 
-def test_a_configuration_gives_the_needs_of_each_instance() -> None:
+def test_the_needs_of_each_instance_from_a_configuration() -> None:
     resources = [{"name": "R", "count": 2}, {"name": "S", "count": 1, "global": True}]
     limited = {"rate_limiter": {"resources": resources, "priority": 3}}
     config = ModelSpec.of({"instance_group": [limited, {}]})
@@ -80,73 +80,76 @@ def test_a_configuration_gives_the_needs_of_each_instance() -> None:
     assert Needs.of(second, 0) == Needs({}, 1)
 
 
-def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None:
+def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
     """Priority 2 runs half as often."""
-    made = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
+    rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
     ran = [0, 0]
-    (held,) = made.ask(0, 0, 0)
-    made.ask(1, 0, 1)
+    (held,) = rate_limiter.ask(0, 0, 0)
+    rate_limiter.ask(1, 0, 1)
     for ticket in range(2, 302):
         member = held[0]
         assert isinstance(member, int)
         ran[member] += 1
-        # It asks again before it gives back: both always wait.
-        made.ask(member, 0, ticket)
-        (held,) = made.release(*held, True)
+        # The next ticket is requested before the old one is returned, so that both models always
+        # wait.
+        rate_limiter.ask(member, 0, ticket)
+        (held,) = rate_limiter.release(*held, True)
     assert abs(ran[0] - 2 * ran[1]) <= 3
 
 
-def test_who_needs_much_holds_up_nobody() -> None:
-    """Rule 3.9.3: Triton tries only the first of those that wait."""
-    made = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
-    (small,) = made.ask(1, 0, "small")
-    assert made.ask(0, 0, "large") == []
-    assert made.ask(2, 0, "other") == [(2, "other")]
-    assert made.release(*small, True) == [(0, "large")]
+def test_a_large_request_does_not_block_smaller_ones() -> None:
+    """Rule 3.9.3: Triton tries only the first waiting request."""
+    rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
+    (small,) = rate_limiter.ask(1, 0, "small")
+    assert rate_limiter.ask(0, 0, "large") == []
+    assert rate_limiter.ask(2, 0, "other") == [(2, "other")]
+    assert rate_limiter.release(*small, True) == [(0, "large")]
 
 
-def test_who_needs_much_is_not_overtaken_for_ever() -> None:
-    made = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
-    running = [made.ask(1, index, (index, 0))[0] for index in range(4)]
-    made.ask(0, 0, "large")
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
+    running = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
+    rate_limiter.ask(0, 0, "large")
     for number in range(1, 4 * PATIENCE):
         member, ticket = running.pop(0)
-        made.ask(1, number % 4, (number % 4, number))
-        granted = made.release(member, ticket, True)
+        rate_limiter.ask(1, number % 4, (number % 4, number))
+        granted = rate_limiter.release(member, ticket, True)
         running += granted
         if (0, "large") in granted:
             return
     raise AssertionError("it still waits")
 
 
-def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
-    made = limiter([Needs({R: 1}, 1)])
+def test_newcomers_owe_nothing_for_earlier_executions() -> None:
+    rate_limiter = limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
-        made.ask(0, 0, ticket)
-        made.release(0, ticket, True)
-    made.join(1, {0: Needs({R: 1}, 1)})
-    made.ask(0, 0, "old")
+        rate_limiter.ask(0, 0, ticket)
+        rate_limiter.release(0, ticket, True)
+    rate_limiter.join(1, {0: Needs({R: 1}, 1)})
+    rate_limiter.ask(0, 0, "old")
     firsts = []
     for ticket in range(4):
-        made.ask(1, 0, ticket)
+        rate_limiter.ask(1, 0, ticket)
         granted = (
-            made.release(0, "old", True) if ticket % 2 == 0 else made.release(1, ticket - 1, True)
+            rate_limiter.release(0, "old", True)
+            if ticket % 2 == 0
+            else rate_limiter.release(1, ticket - 1, True)
         )
         firsts += [member for member, _ in granted]
         if ticket % 2 == 0:
-            made.ask(0, 0, "old")
+            rate_limiter.ask(0, 0, "old")
     assert 0 in firsts[1:]  # the newcomer does not run a thousand times first
 
 
-def test_what_is_granted_and_not_used_is_no_execution() -> None:
-    made = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
+def test_an_unused_ticket_counts_as_no_execution() -> None:
+    rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
     for ticket in range(10):
-        made.ask(0, 0, ticket)
-        made.release(0, ticket, False)
-    made.ask(1, 0, "held")
-    made.ask(0, 0, "first")
-    made.ask(1, 0, "again")
-    assert made.release(1, "held", True) == [(0, "first")]
+        rate_limiter.ask(0, 0, ticket)
+        rate_limiter.release(0, ticket, False)
+    rate_limiter.ask(1, 0, "held")
+    rate_limiter.ask(0, 0, "first")
+    rate_limiter.ask(1, 0, "again")
+    assert rate_limiter.release(1, "held", True) == [(0, "first")]
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5)), max_size=80)
@@ -155,10 +158,12 @@ NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
 
 @settings(max_examples=200)
 @given(st.lists(st.lists(NEEDS, min_size=1, max_size=3), min_size=2, max_size=4), STEPS)
-def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
+def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
-    made = limiter(*[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members])
+    rate_limiter = limiter(
+        *[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members]
+    )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
     held: dict[Any, None] = {}
     waiting: dict[Any, None] = {}
@@ -169,17 +174,17 @@ def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
             index %= len(members[member])
             waiting[member, number] = None
             needs[member, number] = members[member][index]
-            granted = made.ask(member, index, number)
+            granted = rate_limiter.ask(member, index, number)
         elif what == 2 and (held or waiting):
             key = random.Random(number).choice([*held, *waiting])
             held.pop(key, None)
             waiting.pop(key, None)
-            granted = made.release(key[0], key[1], bool(index % 2))
+            granted = rate_limiter.release(key[0], key[1], bool(index % 2))
         else:
             for key in [key for key in (*held, *waiting) if key[0] == member]:
                 held.pop(key, None)
                 waiting.pop(key, None)
-            granted = made.disconnect(member)
+            granted = rate_limiter.disconnect(member)
         for key in granted:
             del waiting[key]
             held[key] = None
@@ -189,29 +194,31 @@ def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
         for key in held:
             for resource, count in needs[key].items():
                 used[resource] = used.get(resource, 0) + count
-        capacity = made.capacity()
-        assert made.used() == used
+        capacity = rate_limiter.capacity()
+        assert rate_limiter.used() == used
         assert all(count <= capacity[resource] for resource, count in used.items())
         if max(passed.values(), default=0) < PATIENCE:
             for key in waiting:
                 assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
 
 
-def test_instances_come_and_go_while_their_model_serves() -> None:
-    made = limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
-    assert made.ask(0, 1, "a") == [(0, "a")]
-    made.join(0, {2: Needs({R: 2}, 1)})
-    assert made.capacity() == {R: 3}
-    assert made.ask(0, 2, "b") == made.ask(0, 1, "c") == []
-    assert made.remove_instance(0, 1) == []  # it waits no more; what it has is given back later
-    assert made.capacity() == {R: 2}
-    assert made.ask(0, 1, "d") == []
-    assert made.release(0, "a", executed=True) == [(0, "b")]
-    assert made.used() == {R: 2}
-    assert made.remove_instance(0, 7) == made.remove_instance(1, 0) == []
+def test_instances_join_and_leave_while_their_model_serves() -> None:
+    rate_limiter = limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
+    assert rate_limiter.ask(0, 1, "a") == [(0, "a")]
+    rate_limiter.join(0, {2: Needs({R: 2}, 1)})
+    assert rate_limiter.capacity() == {R: 3}
+    assert rate_limiter.ask(0, 2, "b") == rate_limiter.ask(0, 1, "c") == []
+    assert (
+        rate_limiter.remove_instance(0, 1) == []
+    )  # it no longer waits; the ticket it holds is returned later
+    assert rate_limiter.capacity() == {R: 2}
+    assert rate_limiter.ask(0, 1, "d") == []
+    assert rate_limiter.release(0, "a", executed=True) == [(0, "b")]
+    assert rate_limiter.used() == {R: 2}
+    assert rate_limiter.remove_instance(0, 7) == rate_limiter.remove_instance(1, 0) == []
 
 
-def test_the_death_of_who_holds_gives_back() -> None:
+def test_tickets_of_an_exited_scheduler_are_released() -> None:
     notified: list[tuple[Any, Any]] = []
     tickets = Tickets(True, {}, lambda pid, message: notified.append((pid, message)))
     for member, pid in ((1, 100), (2, 200)):
@@ -224,7 +231,7 @@ def test_the_death_of_who_holds_gives_back() -> None:
     assert notified == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
     tickets.handle(101, AskTicket(1, 0))
-    tickets.handle(100, TicketReturned(8, True))  # a frame of who is dead
+    tickets.handle(100, TicketReturned(8, True))  # a message of an exited process
     tickets.remove(2)
     assert notified[2:] == [(101, TicketGranted(1))]
 
@@ -239,7 +246,8 @@ def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
     notified.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
-        tickets.handle(scheduler, CheckHolders(7, [10]))  # it does not hold them
+        # The scheduler does not hold these tickets.
+        tickets.handle(scheduler, CheckHolders(7, [10]))
     assert notified == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
     notified.clear()

@@ -18,5 +18,5 @@ def no_server_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
+    with rig(tmp_path) as model_rig:
+        yield model_rig

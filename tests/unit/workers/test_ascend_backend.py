@@ -41,11 +41,11 @@ def acl(monkeypatch: pytest.MonkeyPatch) -> FakeAcl:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
+    with rig(tmp_path) as model_rig:
         one = {"type": 0, "dims": [4, 3]}
-        path = made.context.version_dir / "model.om"
+        path = model_rig.context.version_dir / "model.om"
         write(path, [{"name": "x", **one}], [{"name": "y", **one}])
-        yield made
+        yield model_rig
 
 
 def config(most: int = 4, dims: tuple[int, ...] = (3,), datatype: str = "FP32") -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_the_file_completes_inputs_and_outputs(acl: FakeAcl, worker: Rig) -> Non
 
 
 @pytest.mark.parametrize("call", sorted(set(OPENING) - SILENT))
-def test_whatever_fails_at_load_leaves_nothing_behind(acl: FakeAcl, worker: Rig, call: str) -> None:
+def test_a_failed_load_leaks_nothing(acl: FakeAcl, worker: Rig, call: str) -> None:
     acl.failing = call
     with pytest.raises(AclError, match=f"^acl.{call}.* failed with error 507$"):
         OfflineModel(worker.context.version_dir / "model.om", 0)

@@ -56,12 +56,12 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
+    with rig(tmp_path) as model_rig:
         memory = cuda.device_memory()
-        made.context = dataclasses.replace(
-            made.context, mappings=Mappings(memory.open), device_memory=memory
+        model_rig.context = dataclasses.replace(
+            model_rig.context, mappings=Mappings(memory.open), device_memory=memory
         )
-        yield made
+        yield model_rig
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def out(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutp
 
 
 def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.Tensor:
-    found: torch.Tensor = Mappings(memory.open).view(unpack_range((region.packed, offset, size)))
-    return found
+    view: torch.Tensor = Mappings(memory.open).view(unpack_range((region.packed, offset, size)))
+    return view
 
 
 def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
@@ -260,7 +260,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     assert cuda.opened == 0
 
 
-def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
+def test_a_device_without_memory_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64)
     cuda.revoke(exported)
@@ -278,7 +278,7 @@ def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: Fa
 # --- on the wire
 
 
-def test_places_on_devices_travel() -> None:
+def test_memory_ranges_on_devices_are_packed_and_unpacked() -> None:
     memory = Memory.on_device(2**61, 4096, CudaHandle(secrets.token_bytes(64), 3, bytes(16)))
     sent = Inference(
         (TensorRef("x", "FP32", (4,), Range(memory, 16, 16)),),
@@ -441,7 +441,7 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
     assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
 
 
-def test_an_unaligned_place_and_an_output_that_is_its_input(
+def test_an_unaligned_range_and_an_output_that_is_its_input(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     twice(worker, body="        return x\n")
@@ -509,9 +509,9 @@ def test_a_device_that_is_not_read_any_more(
 
 def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> None:
     def echo(requests: list[Request]) -> list[Response]:
-        found = [request.inputs["x"] for request in requests]
-        assert not any(item.on_device or item.shared for item in found)
-        return [Response([Output("y", item.datatype, item.numpy())]) for item in found]
+        inputs = [request.inputs["x"] for request in requests]
+        assert not any(item.on_device or item.shared for item in inputs)
+        return [Response([Output("y", item.datatype, item.numpy())]) for item in inputs]
 
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, echo), config)
@@ -592,8 +592,8 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     memory = exported.memory()
     exported.write(0, ROW)
     name = config["output"][0]["name"]
-    wanted = (RequestedOutput(name, Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=wanted))
+    requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
+    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
 
@@ -636,7 +636,7 @@ def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
     assert not cuda.asked
 
 
-def test_what_cannot_be_pinned_is_used_all_the_same(cuda: FakeCuda) -> None:
+def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
     def nobody() -> FakeCuda:
         raise Unavailable("there is no driver")
 

@@ -48,8 +48,8 @@ def test_an_archive_is_unpacked(tmp_path: Path) -> None:
 
 def test_the_interpreter_of_a_virtual_environment_may_be_outside(tmp_path: Path) -> None:
     link = ("env/bin/python3", tarfile.SYMTYPE, "/usr/bin/env")
-    found = _find_interpreter(archive(tmp_path / "env.tar", link), tmp_path / "copies")
-    assert found.parts[-3:] == ("env", "bin", "python3")
+    interpreter = _find_interpreter(archive(tmp_path / "env.tar", link), tmp_path / "copies")
+    assert interpreter.parts[-3:] == ("env", "bin", "python3")
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,10 @@ def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
 
 
 def padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) -> Padder:
-    made = config(padding)
-    made["input"] = [tensor_config("IMAGE", data_type, dims)]
-    made["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
-    signature = Signature(ModelSpec.of(made), "1")
+    configuration = config(padding)
+    configuration["input"] = [tensor_config("IMAGE", data_type, dims)]
+    configuration["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
+    signature = Signature(ModelSpec.of(configuration), "1")
     assert signature.padding is not None
     return Padder(signature.padding, signature, CopyCounter())
 
@@ -141,8 +141,8 @@ def request(array: Any, datatype: str = "FP32") -> Request:
 
 def test_without_buckets_it_is_the_batchs_maximum() -> None:
     requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
-    made = padder({"IMAGE": {"lengths": "N"}}).pad(requests)
-    assert made.padded_shapes == {"IMAGE": (3,)}
+    padded = padder({"IMAGE": {"lengths": "N"}}).pad(requests)
+    assert padded.padded_shapes == {"IMAGE": (3,)}
     assert [r.inputs["IMAGE"].numpy().tolist() for r in requests] == [[[1, 0, 0]], [[1, 1, 1]]]
     assert [r.inputs["N"].numpy().tolist() for r in requests] == [[[1]], [[3]]]
 
@@ -156,8 +156,8 @@ def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> Non
     kind = NUMPY.get(datatype, np.dtype(np.uint16))
     requests = [request(np.zeros((1, n), kind), datatype) for n in (1, 2)]
     padder({"IMAGE": {"value": value}}, datatype).pad(requests)
-    made = requests[0].inputs["IMAGE"].torch()
-    assert made[0, 1].item() == value and made[0, 0].item() == 0
+    image = requests[0].inputs["IMAGE"].torch()
+    assert image[0, 1].item() == value and image[0, 0].item() == 0
 
 
 def test_inputs_on_a_device_are_padded_there() -> None:

@@ -31,13 +31,13 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 def received(*inputs: Input, **more: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), more.pop("parameters", {})))
-    wanted = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
+    expected = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
     origin = Request(
         Work(1, 42, schema, data, "id-1", **more),
         RequestSchema(schema),
         0,
         {item.name: item for item in inputs},
-        wanted,
+        expected,
     )
     return ReceivedRequest(origin, Lender("m", Mappings()))
 
@@ -79,7 +79,7 @@ def test_no_tensor_of_other_types(array: Any) -> None:
         Tensor("x", array)
 
 
-def test_no_tensor_of_something_else() -> None:
+def test_a_tensor_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
@@ -121,7 +121,7 @@ def test_dlpack_of_bf16() -> None:
     assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
-def test_what_dlpack_does_not_take() -> None:
+def test_unsupported_dlpack_tensors_are_refused() -> None:
     with pytest.raises(TritonModelException, match="does not have support for string tensors"):
         Tensor("x", np.array([b"a"], dtype=object)).to_dlpack()
     with pytest.raises(TritonModelException, match="Tensor must be a DLPack capsule"):
@@ -193,12 +193,12 @@ def test_errors(code: str, status: int) -> None:
     assert to_model_error(to_server_error(error)).code() is error.code()
 
 
-def test_an_error_is_internal_unless_it_says_otherwise() -> None:
+def test_an_error_without_a_code_is_internal() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
     assert to_model_error(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
-    for wrong in ((3,), ("a", 3)):
+    for wrong_value in ((3,), ("a", 3)):
         with pytest.raises(TypeError):
-            pb_utils.TritonError(*wrong)
+            pb_utils.TritonError(*wrong_value)
 
 
 def test_responses() -> None:
@@ -216,13 +216,13 @@ def test_responses() -> None:
     assert str(to_response(failed).error) == "no"
 
 
-def test_no_response_of_something_else() -> None:
+def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    for wrong in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
+    for wrong_value in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
         with pytest.raises(TypeError):
-            pb_utils.InferenceResponse(**wrong)
+            pb_utils.InferenceResponse(**wrong_value)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +362,9 @@ def test_no_memory_or_release_like_that() -> None:
 
 
 def test_numbers_of_numpy_will_do() -> None:
-    given: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
+    fields: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
     request = pb_utils.InferenceRequest(
-        model_name="other", requested_output_names=[], inputs=[], **given
+        model_name="other", requested_output_names=[], inputs=[], **fields
     )
     assert (request.correlation_id(), request.timeout()) == (7, 5)
     assert type(request.correlation_id()) is type(request.timeout()) is int
@@ -376,9 +376,9 @@ def test_bytes_are_taken_for_text() -> None:
     Triton's BLS example passes a model name that it read from one.
     """
     name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
-    given: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
+    fields: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
     tensor = Tensor(b"\xc3\xbc", np.zeros(1))  # type: ignore[arg-type]
-    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **given)
+    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **fields)
     assert request.requested_output_names() == {"b", "\u00fc"}
     assert (request.request_id(), request.inputs()[0].name()) == ("q", "\u00fc")
     assert pb_utils.TritonError(b"no").message() == "no"  # type: ignore[arg-type]
@@ -398,7 +398,7 @@ def test_bytes_are_taken_for_text() -> None:
         lambda: pb_utils.unload_model(b"\xff"),  # type: ignore[arg-type]
     ],
 )
-def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:
+def test_calls_with_wrong_arguments_are_a_type_error(call: Callable[[], object]) -> None:
     with pytest.raises(TypeError):
         call()
 
@@ -415,13 +415,13 @@ X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
 def test_a_config_is_filled_in() -> None:
-    made = config()
-    made.set_max_batch_size(8)
-    made.set_dynamic_batching()
-    made.add_input({**X, "optional": True})
-    made.add_output(X)
-    made.set_model_transaction_policy({"decoupled": False})
-    assert made.as_dict() == {
+    configuration = config()
+    configuration.set_max_batch_size(8)
+    configuration.set_dynamic_batching()
+    configuration.add_input({**X, "optional": True})
+    configuration.add_output(X)
+    configuration.set_model_transaction_policy({"decoupled": False})
+    assert configuration.as_dict() == {
         "name": "m",
         "max_batch_size": 8,
         "input": [{**X, "optional": True}],
@@ -429,21 +429,26 @@ def test_a_config_is_filled_in() -> None:
         "dynamic_batching": {},
         "model_transaction_policy": {"decoupled": False},
     }
-    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == {**X, "optional": True}
-    assert pb_utils.get_output_config_by_name(made.as_dict(), "X") == X
-    assert pb_utils.get_output_config_by_name(made.as_dict(), "Z") is None
-    assert not pb_utils.using_decoupled_model_transaction_policy(made.as_dict())
+    assert pb_utils.get_input_config_by_name(configuration.as_dict(), "X") == {
+        **X,
+        "optional": True,
+    }
+    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == X
+    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "Z") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(configuration.as_dict())
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
-def test_what_is_written_and_agrees_stays() -> None:
+def test_equal_values_of_the_author_stay() -> None:
     written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
-    made = config(input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]})
-    made.add_input(X)
-    made.set_max_batch_size(4)
-    made.set_dynamic_batching()
-    assert made.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
-    assert made.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
+    configuration = config(
+        input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
+    )
+    configuration.add_input(X)
+    configuration.set_max_batch_size(4)
+    configuration.set_dynamic_batching()
+    assert configuration.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
+    assert configuration.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
 
 
 @pytest.mark.parametrize(
@@ -565,18 +570,18 @@ def test_a_counter_and_a_gauge() -> None:
 
 @pytest.mark.usefixtures("no_metrics")
 def test_changes_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(metrics, "_on_change", lambda at_once: told.append("changed"))
+    records: list[str] = []
+    monkeypatch.setattr(metrics, "_on_change", lambda at_once: records.append("changed"))
     assert metrics.changes() is None
     family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
     assert metrics.changes() is None  # a family without metrics reports nothing
     counter = family.Metric()
     counter.increment(1)
-    assert told == ["changed"]
+    assert records == ["changed"]
     assert metrics.changes() == [["a", "", "COUNTER", [[(), [1], ()]]]]
     assert metrics.changes() is None
     counter.increment(1)
-    assert told == ["changed"] * 2
+    assert records == ["changed"] * 2
 
 
 @pytest.mark.usefixtures("no_metrics")
@@ -706,8 +711,8 @@ def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
         pb_utils.Logger.log_error("three")
         pb_utils.Logger.log_verbose("four")
         pb_utils.Logger.log("five", pb_utils.Logger.WARNING)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [
+    records = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert records == [
         ("INFO", "one"),
         ("WARNING", "two %s"),
         ("ERROR", "three"),

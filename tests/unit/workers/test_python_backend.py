@@ -52,10 +52,10 @@ class TritonPythonModel:
 
 
 def config(**more: Any) -> dict[str, Any]:
-    made = model_config(
+    configuration = model_config(
         [tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])], **more
     )
-    return {**made, "backend": "python"}
+    return {**configuration, "backend": "python"}
 
 
 class Model:
@@ -95,8 +95,8 @@ def x(values: Any, memory_range: Range | None = None) -> TensorRef:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as made:
-        model = Model(made)
+    with rig(tmp_path) as model_rig:
+        model = Model(model_rig)
         yield model
         model.backend.unload()
     torch.set_warn_always(False)
@@ -104,9 +104,9 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    made = Region(4 * BIG)
-    yield made
-    made.close()
+    new_region = Region(4 * BIG)
+    yield new_region
+    new_region.close()
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def failed(text: str) -> str:
 # --- loading
 
 
-def test_what_a_model_is_started_with(model: Model) -> None:
+def test_the_arguments_of_initialize(model: Model) -> None:
     model.serve(
         """
         def initialize(self, args):
@@ -136,11 +136,11 @@ def test_what_a_model_is_started_with(model: Model) -> None:
     )
     (reply,) = model.rig.batch(inference(x(0)))
     assert reply.answer is not None
-    told = json.loads(reply.answer.parameters["told"])
+    seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
-    given = json.loads(told["args"].pop("model_config"))
+    given = json.loads(seen_request["args"].pop("model_config"))
     assert given == config()
-    assert told == {
+    assert seen_request == {
         "args": {
             "model_instance_kind": "CPU",
             "model_instance_name": "m_0_0",
@@ -330,7 +330,7 @@ def test_errors_of_single_requests(model: Model) -> None:
     assert replies[0].message == "no"
 
 
-def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
+def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -343,7 +343,7 @@ def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
     assert model.ask(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
 
 
-def test_an_exception_that_cannot_say_what_it_is(model: Model) -> None:
+def test_an_exception_whose_text_raises(model: Model) -> None:
     model.serve(
         """
         class Mute(Exception):
@@ -456,7 +456,7 @@ def test_other_release_flags_change_nothing(model: Model) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_model_says_whether_it_is_ready(
+def test_a_model_reports_whether_it_is_ready(
     model: Model, kind: str, body: str, says: bool | str
 ) -> None:
     model.serve(f"def execute(self, requests): pass\n{kind} is_ready(self): {body}")
@@ -468,7 +468,7 @@ def test_a_model_says_whether_it_is_ready(
             model.backend.is_ready()
 
 
-def test_outputs_pass_as_the_model_made_them(model: Model) -> None:
+def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
     (reply,) = model.rig.batch(inference(x(0)))
@@ -593,7 +593,7 @@ def test_a_sender_is_not_waited_for_where_a_response_was_returned(model: Model) 
     assert model.ask(1, 2) == [[1], [2]]
 
 
-def test_what_was_sent_before_an_error_counts(model: Model) -> None:
+def test_responses_sent_before_an_error_count(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -615,8 +615,10 @@ def test_what_was_sent_before_an_error_counts(model: Model) -> None:
 )
 def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
     model.serve(f"def execute(self, requests): requests[0].get_response_sender().{sends}")
-    (told,) = model.ask(0)
-    assert isinstance(told, str) and told.endswith(text) and "TritonModelException" in told
+    (response,) = model.ask(0)
+    assert (
+        isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
+    )
 
 
 def test_one_response_a_request(model: Model) -> None:
@@ -712,8 +714,8 @@ def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, 
         """
     )
     for number in range(24):
-        (told,) = model.run(big(region, number))
-        assert told == (list(range(late, number + 1)) or [-1])
+        (response,) = model.run(big(region, number))
+        assert response == (list(range(late, number + 1)) or [-1])
 
 
 WRITES: dict[str, str] = {
@@ -762,7 +764,9 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
 
 
 @pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
-def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, told: str) -> None:
+def test_an_error_about_read_only_inputs_in_any_words(
+    model: Model, region: Region, told: str
+) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
     model.serve(
         f"""
@@ -783,7 +787,7 @@ def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, 
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
-def test_what_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
     model.serve(
         """
         tries = []

@@ -45,8 +45,8 @@ class Affine(torch.nn.Module):
 def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = torch.jit.trace(module, example) if example else torch.jit.script(module)
-        torch.jit.save(made, worker.context.version_dir / "model.pt")
+        script = torch.jit.trace(module, example) if example else torch.jit.script(module)
+        torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
 def save_exported(module: torch.nn.Module, worker: Rig, *example: Any, dynamic: Any = None) -> None:
@@ -296,7 +296,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> None:
+def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 3))
     archive = worker.context.version_dir / "model.pt2"
     with zipfile.ZipFile(archive) as file:
@@ -319,7 +319,7 @@ def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> Non
     assert not exploded.exists()
 
 
-def test_arguments_that_are_given_by_name_only(worker: Rig) -> None:
+def test_keyword_only_arguments(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n"
@@ -443,7 +443,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     assert "dynamic_shapes" in refuses(worker, vectors({"image": 4}, {"y": 1}))
 
 
-def test_what_the_author_wrote_stays(worker: Rig) -> None:
+def test_completion_keeps_the_authors_values(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
     written = model_config([tensor_config("image", "FP32", [-1, 4])], [])
     completed = PytorchBackend(worker.context).complete_config(written)
@@ -531,8 +531,8 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
         inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
         inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
     )
-    found = [[decoded(reply, name) for name in outputs] for reply in replies]
-    assert found == [
+    outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
+    assert outputs_by_reply == [
         [[["1x", "2y"]], [["2", "2"]]],
         [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
     ]
@@ -666,7 +666,7 @@ def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> No
     region.close()
 
 
-def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
+def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n"
@@ -676,13 +676,13 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    memory_range, wanted = (
+    memory_range, expected = (
         region.write(64, data),
         RequestedOutput("y", region.memory_range(256, 16)),
     )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[wanted]))
+        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[expected]))
         assert reply.code == "", reply.message
         program: Any = backend._program.call
         addresses.append(program.at)

@@ -23,12 +23,12 @@ def batch_input(kind: str, data_type: str = "TYPE_INT32") -> dict[str, Any]:
 
 
 def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[str, Any]:
-    made = model_config(
+    configuration = model_config(
         [tensor_config("X", "FP32", dims, allow_ragged_batch=True)],
         [tensor_config("Y", "FP32", dims)],
         most,
     )
-    return made | {"batch_input": [batch_input(kind) for kind in kinds]}
+    return configuration | {"batch_input": [batch_input(kind) for kind in kinds]}
 
 
 def requests(*shapes: tuple[int, ...]) -> list[Request]:
@@ -67,8 +67,10 @@ def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> No
 def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
     """3.6: BATCH_ITEM_SHAPE is [total_batch, rank]; a batch-2 request repeats its row."""
     shapes = ((2, 3, 5), (1, 4, 1))
-    (made,) = Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
-    assert made.tolist() == [[3, 5], [3, 5], [4, 1]]
+    (batch_input,) = (
+        Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
+    )
+    assert batch_input.tolist() == [[3, 5], [3, 5], [4, 1]]
     (flat,) = (
         Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN"))).inputs(requests(*shapes)).values()
     )
@@ -149,7 +151,7 @@ def test_a_scattered_output_of_another_size_is_an_error() -> None:
     assert ragged.part_shapes("Z", requests((1, 2)), (5,)) is None
 
 
-def test_ragged_strings_come_flat(worker: Rig) -> None:
+def test_a_ragged_input_of_strings_is_flat(worker: Rig) -> None:
     """3.6: a ragged input of strings is one flat array, too."""
     (worker.context.version_dir / "model.py").write_text(
         "from numpy import ndarray, array\n"

@@ -65,10 +65,10 @@ def work(key: int, value: float) -> m.Work:
 def test_a_backend_serves_messages_of_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with rig(tmp_path) as made:
-        backend = StepBackend(made.context)
-        made.serve(backend, CONFIG)
-        instance = made.instance
+    with rig(tmp_path) as model_rig:
+        backend = StepBackend(model_rig.context)
+        model_rig.serve(backend, CONFIG)
+        instance = model_rig.instance
         link = instance.link
         link._dispatch(Step(7, [work(1, 3.0), work(2, 4.0)], live=5))
         # The cancellation arrives after the step that began the request.
@@ -80,7 +80,7 @@ def test_a_backend_serves_messages_of_its_own(
         instance.serve_commands()
         assert backend.steps == [(7, [False, True]), (-1, [])]
         assert instance._in_flight == 1 and not link.has_open_requests
-        first, second, finished = made.sent()
+        first, second, finished = model_rig.sent()
         assert (first.key, first.code, first.final) == (1, "", True)
         answer = inferred_of(first).outputs[0]
         assert answer.data == np.array([6.0], np.float32).tobytes()
@@ -89,10 +89,12 @@ def test_a_backend_serves_messages_of_its_own(
 
 
 def test_batches_are_the_default(tmp_path: Path) -> None:
-    with rig(tmp_path) as made:
-        backend = FunctionBackend(made.context, lambda requests: [Response() for _ in requests])
-        made.serve(backend, CONFIG)
-        made.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], live=4))
-        made.instance.serve_commands()
-        (finished,) = made.sent()
-        assert (finished.batch, len(finished.replies), made.instance._in_flight) == (3, 1, 4)
+    with rig(tmp_path) as model_rig:
+        backend = FunctionBackend(
+            model_rig.context, lambda requests: [Response() for _ in requests]
+        )
+        model_rig.serve(backend, CONFIG)
+        model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], live=4))
+        model_rig.instance.serve_commands()
+        (finished,) = model_rig.sent()
+        assert (finished.batch, len(finished.replies), model_rig.instance._in_flight) == (3, 1, 4)

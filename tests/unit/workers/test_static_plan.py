@@ -42,15 +42,15 @@ def plan(made: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 
 def test_the_plan_in_mb() -> None:
-    found = plan(config((1000, 250), 4), 3_000_000)
-    assert found is not None
-    assert found.buckets == (1, 2, 4)
-    assert found.byte_size(2) == (2_000_000, 2_000_000)
-    assert replace(found, workspace=500_000).text() == (
+    placed = plan(config((1000, 250), 4), 3_000_000)
+    assert placed is not None
+    assert placed.buckets == (1, 2, 4)
+    assert placed.byte_size(2) == (2_000_000, 2_000_000)
+    assert replace(placed, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
         "(1: 1.00 + 1.00, 2: 2.00 + 2.00, 4: 4.00 + 4.00), workspace 0.50"
     )
-    assert found.text().endswith("workspace not known")
+    assert placed.text().endswith("workspace not known")
 
 
 @pytest.mark.parametrize(
@@ -62,28 +62,30 @@ def test_the_plan_in_mb() -> None:
         {"allow_ragged_batch": True},
     ],
 )
-def test_what_is_not_fixed_is_not_planned(free: dict[str, Any]) -> None:
-    made = config()
-    made["input"] = [made["input"][0] | free]
-    assert plan(made) is None
+def test_requests_of_variable_size_are_not_planned(free: dict[str, Any]) -> None:
+    configuration = config()
+    configuration["input"] = [configuration["input"][0] | free]
+    assert plan(configuration) is None
 
 
 @given(st.integers(0, 100), st.sets(st.integers(1, 120), max_size=4), st.booleans())
 def test_every_batch_has_the_smallest_bucket_that_holds_it(
     most: int, named: set[int], by_graph: bool
 ) -> None:
-    made = config(most=most) | {"dynamic_batching": {"preferred_batch_size": sorted(named)}}
+    configuration = config(most=most) | {
+        "dynamic_batching": {"preferred_batch_size": sorted(named)}
+    }
     if by_graph:
         specs = [{"batch_size": size} for size in named]
-        made["optimization"] = {"cuda": {"graph_spec": specs}}
-    sizes = buckets(ModelSpec.of(made))
-    found = plan(made)
-    assert found is not None and found.buckets == sizes
+        configuration["optimization"] = {"cuda": {"graph_spec": specs}}
+    sizes = buckets(ModelSpec.of(configuration))
+    placed = plan(configuration)
+    assert placed is not None and placed.buckets == sizes
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
     for rows in range(1, sizes[-1] + 1):
-        assert found.bucket_of(rows) == min(size for size in sizes if size >= rows)
+        assert placed.bucket_of(rows) == min(size for size in sizes if size >= rows)
     with pytest.raises(ValueError, match="more than the"):
-        found.bucket_of(sizes[-1] + 1)
+        placed.bucket_of(sizes[-1] + 1)
 
 
 # --- a steady stream ---------------------------------------------------------------------------
@@ -113,15 +115,15 @@ class Net(torch.nn.Module):
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of all host buffers allocated from now on."""
-    made: list[int] = []
+    allocations: list[int] = []
     original = Device.host_buffer
 
     def host_buffer(self: Device, byte_size: int) -> memoryview:
-        made.append(byte_size)
+        allocations.append(byte_size)
         return original(self, byte_size)
 
     monkeypatch.setattr(Device, "host_buffer", host_buffer)
-    return made
+    return allocations
 
 
 @pytest.mark.parametrize("form", ["native", "pytorch"])
@@ -133,7 +135,7 @@ def test_a_steady_stream_allocates_nothing(
     After the load no buffer is allocated, the arena does not grow, and Python allocates no object
     of a tensor's size.
     """
-    made = counted(monkeypatch)
+    allocations = counted(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"
     y = "output" if form == "native" else "Y"
@@ -146,7 +148,7 @@ def test_a_steady_stream_allocates_nothing(
         worker.serve(PytorchBackend(worker.context), config((ROW,), 4))
         assert "weights 0.00, inputs" in caplog.text
     assert "is planned at 8.39 MB" in caplog.text
-    assert made == [4 * ROW * 4], "the input of the largest batch, at load"
+    assert allocations == [4 * ROW * 4], "the input of the largest batch, at load"
     region = Region(8 * ROW * 4)
     try:
         requests = []
@@ -170,7 +172,7 @@ def test_a_steady_stream_allocates_nothing(
         stream(20)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert len(made) == 1 and worker.context.arena.used == used
+        assert len(allocations) == 1 and worker.context.arena.used == used
         assert peak < ROW * 4 // 2, "less than half of a tensor: messages"
         got = np.frombuffer(region.read(4 * ROW * 4, 4 * ROW * 4), F32).reshape(4, ROW)
         assert (got == np.arange(1, 5, dtype=F32)[:, None]).all()
@@ -250,7 +252,9 @@ def test_a_model_that_cannot_be_recorded_runs_without(
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
-def test_where_there_can_be_none_it_is_said(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_static_plan_is_reported(
+    worker: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import WITHOUT_EFFECT
+from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ _NOT_WITH_BEAMS = (
     "grammar"
 )
 # Names that other readers of a request know, or that have no effect on a text.
-_PLAIN = ("model", "exclude_input_in_output", "timeout", *WITHOUT_EFFECT)
+_PLAIN = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
 # The parameters that generation_config.json may set for all requests.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import Cancelled, InvalidArgument, suggestion
-from shmserve.ipc.class_source import USUAL_CLASS, source_positions
+from shmserve.ipc.class_source import DEFAULT_CLASS_NAME, source_positions
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
     MAX_STREAMS,
@@ -211,7 +211,7 @@ class NativeBackend(Backend):
         if self._class is None:
             file = config.default_model_filename or "model.py"
             path = self.context.model_file([file], file)
-            name = config.parameters.get("class") or USUAL_CLASS
+            name = config.parameters.get("class") or DEFAULT_CLASS_NAME
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             model = getattr(module, name, None)
             if not isinstance(model, type):

@@ -27,8 +27,8 @@ from shmserve.ipc.model_spec import (
     MAX_STREAMS,
     MIN_INSTANCES,
     PADDING,
-    STRATEGY,
-    TARGET,
+    STRATEGY_PARAMETER,
+    TARGET_PARAMETER,
 )
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.model import TensorType
@@ -320,15 +320,23 @@ logger = logging.getLogger(__name__)
 # The attributes of a class that the server interprets.
 _KNOWN_ATTRIBUTES = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
-    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
+    *(
+        STRATEGY_PARAMETER,
+        TARGET_PARAMETER,
+        MAX_STREAMS,
+        MIN_INSTANCES,
+        MAX_INSTANCES,
+        "instances",
+        "instance_group",
+    ),
     *("ragged", "batch_input", "batch_output", PADDING, ENVIRONMENT, "sequence_batching"),
 )
 
 
 # Attributes that are parameters of a configuration, their types, and the description.
 _PARAMETER_ATTRIBUTES: dict[str, tuple[tuple[type, ...], str]] = {
-    STRATEGY: ((str,), "a string"),
-    TARGET: ((int, float), "a number of milliseconds"),
+    STRATEGY_PARAMETER: ((str,), "a string"),
+    TARGET_PARAMETER: ((int, float), "a number of milliseconds"),
     **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "an integer")),
     PADDING: ((dict,), "a mapping with JSON values"),
     ENVIRONMENT: ((str,), "a string"),

@@ -142,12 +142,12 @@ def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> Buil
             tensors = [pack(*numbers) for pack, numbers in zip(packers, values, strict=True)]
         except (ValueError, TypeError, struct.error, OverflowError):
             return None
-        built = template.fill(tensors)
+        built_request = template.fill(tensors)
     else:
-        built = template.fill_from(body, at)
-    if built is not None and fingerprint.identity is not None:
-        built.identify(fingerprint.identity)
-    return built
+        built_request = template.fill_from(body, at)
+    if built_request is not None and fingerprint.identity is not None:
+        built_request.identify(fingerprint.identity)
+    return built_request
 
 
 def worth_preparing(cache: Cache, fingerprint: Fingerprint) -> bool:
@@ -160,7 +160,7 @@ def store_template(
 ) -> None:
     """Store the template of a request, if the parsed request confirms what was cut out."""
     identity, arrays = fingerprint.identity, len(fingerprint.arrays)
-    if identity is not None and not identity.is_of(request):
+    if identity is not None and not identity.is_identity_of(request):
         return
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
     packers = [packer(tensor.datatype, tensor.count) for tensor in inputs]

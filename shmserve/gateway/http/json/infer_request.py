@@ -25,8 +25,8 @@ from shmserve.gateway.inference.request import (
     InferOutput,
     InferRequest,
     RegionRange,
-    check_number,
-    correlation_id,
+    check_correlation_id,
+    check_member_count,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import LARGEST, LARGEST_UNSIGNED
@@ -83,7 +83,7 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         _take_parameters(request, header["parameters"])
     at = 0
     inputs = member_array(header, "inputs")
-    check_number(inputs, "inputs")
+    check_member_count(inputs, "inputs")
     for raw in inputs:
         tensor = _input(raw, json_limit)
         size = tensor.binary_size
@@ -100,7 +100,7 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
     outputs: list[Any] = []
     if "outputs" in header:
         outputs = member_array(header, "outputs")
-        check_number(outputs, "outputs")
+        check_member_count(outputs, "outputs")
         request.outputs = [_output(raw) for raw in outputs]
     # The first input and output are enough, because clients write all of them alike.
     for holder in (header, *inputs[:1], *outputs[:1]):
@@ -253,7 +253,7 @@ def _classes(value: Any) -> int:
 def _take_parameters(request: InferRequest, raw: Any) -> None:
     if type(raw) is not dict:
         raise JsonFault("failed to get request params.: attempt to get members for non-object")
-    check_number(raw, "parameters")
+    check_member_count(raw, "parameters")
     for key, value in raw.items():
         match key:
             case "sequence_id":
@@ -261,7 +261,7 @@ def _take_parameters(request: InferRequest, raw: Any) -> None:
                     type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED
                 ):
                     raise mistyped(key, "string")
-                request.correlation_id = correlation_id(value)
+                request.correlation_id = check_correlation_id(value)
             case "sequence_start":
                 request.flags |= SEQUENCE_START * boolean(value, key)
             case "sequence_end":

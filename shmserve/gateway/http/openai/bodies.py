@@ -25,7 +25,7 @@ from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, 
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
+from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.control_requests import NameModels
 
 # The input and the output by which a model that generates text is recognised.
@@ -359,7 +359,7 @@ def _are_tokens(value: Any) -> bool:
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model can never process so many prompts at a time."""
     config = orjson.loads(model.config)
-    engine = config.get("parameters", {}).get(PARAMETER)
+    engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
     if engine is None:
         return
     settings = EngineSettings.read(engine["string_value"])

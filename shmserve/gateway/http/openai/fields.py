@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, clip, suggestion
-from shmserve.ipc.engine_settings import WITHOUT_EFFECT
+from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ CONVERSATION = _names(
 
 # --- ignored fields
 
-_PLAIN = frozenset(WITHOUT_EFFECT) | _names(
+_PLAIN = frozenset(IGNORED_PARAMETERS) | _names(
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction session_id "
     "guided_backend stream_interval "
     # These fields have an effect on other requests of vLLM only.

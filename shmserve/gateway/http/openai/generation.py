@@ -27,8 +27,8 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, response_name
-from shmserve.gateway.inference.inference import error_of, log_failure, output_bytes
-from shmserve.gateway.inference.prepare import build
+from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
+from shmserve.gateway.inference.prepare import build_request
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -406,8 +406,10 @@ class _Generation:
         arrived_ns = time.monotonic_ns()
         try:
             for infer_request in text_request.requests():
-                built = build(gateway, text_request.model, infer_request)
-                queue = ResponseQueue(gateway, request, built, arrived_ns, self._response_event)
+                built_request = build_request(gateway, text_request.model, infer_request)
+                queue = ResponseQueue(
+                    gateway, request, built_request, arrived_ns, self._response_event
+                )
                 self._queues.append(queue)
         except BaseException:
             self.close()
@@ -427,9 +429,9 @@ class _Generation:
         """Wait for the model's response to the first prompt, and raise its error, if any."""
         first = self._queues[0]
         await first.wait()
-        error = error_of(first.first)
+        error = find_error(first.first)
         if error is not None:
-            log_failure(first.request.built, error)
+            log_failure(first.request.built_request, error)
             raise error
 
     async def whole_response(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from shmserve.gateway.http.openai.fields import (
     EMBEDDING,
     TOKENIZE,
 )
-from shmserve.gateway.inference.inference import error_of, output_bytes
-from shmserve.gateway.inference.prepare import build
+from shmserve.gateway.inference.inference import find_error, output_bytes
+from shmserve.gateway.inference.prepare import build_request
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -269,8 +269,8 @@ async def _infer(
     infer_request = InferRequest(
         "", [infer_input], requested_outputs, binary=True, parameters=parameters
     )
-    built = build(gateway, model, infer_request)
-    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
+    built_request = build_request(gateway, model, infer_request)
+    queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
         return await _arrays(gateway, model, queue)
     finally:
@@ -281,7 +281,7 @@ async def _arrays(
     gateway: Gateway, model: GatewayModel, queue: ResponseQueue
 ) -> dict[str, np.ndarray[Any, Any]]:
     await queue.wait()
-    error = error_of(queue.first)
+    error = find_error(queue.first)
     if isinstance(error, QueueFull):
         raise TooManyRequests(error.message, error.retry_after_s)
     inferred = queue.request.outputs(queue.first)

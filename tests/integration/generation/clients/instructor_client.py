@@ -14,10 +14,10 @@ class get_weather(BaseModel):
 
 
 client = instructor.from_openai(OpenAI(base_url=sys.argv[1], api_key="none"))
-found = client.chat.completions.create(
+completion = client.chat.completions.create(
     model="direct",
     messages=[{"role": "user", "content": "Weather?"}],
     response_model=get_weather,
 )
-assert found.city, found
+assert completion.city, completion
 print("all is right")

@@ -21,8 +21,8 @@ FLAT: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "s
 with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
     chat: dict[str, Any] = {"model": "scripted", "tools": [TOOL]}
-    whole = client.chat.completions.create(messages=messages, **chat)
-    (choice,) = whole.choices
+    unary = client.chat.completions.create(messages=messages, **chat)
+    (choice,) = unary.choices
     assert choice.finish_reason == "tool_calls", choice
     assert choice.message.content == "Look: " and choice.message.tool_calls
     assert choice.message.to_dict()["reasoning_content"] == "hm so"
@@ -48,9 +48,9 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
             tool_choice=choosing,
             parallel_tool_calls=False,
         )
-        (made,) = forced.choices[0].message.tool_calls or []
-        assert made.type == "function" and made.function.name == "get_weather"
-        assert json.loads(made.function.arguments).keys() == {"city"}
+        (tool_call,) = forced.choices[0].message.tool_calls or []
+        assert tool_call.type == "function" and tool_call.function.name == "get_weather"
+        assert json.loads(tool_call.function.arguments).keys() == {"city"}
 
     response = client.responses.create(
         model="scripted", instructions="Be brief.", input="Weather?", tools=[FLAT]

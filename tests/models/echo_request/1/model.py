@@ -1,4 +1,4 @@
-"""Tells, as JSON, what a model can see of its request and of itself."""
+"""A model that returns, as JSON, all it can read of its request and of itself."""
 
 import json
 
@@ -7,10 +7,10 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def initialize(self, args):
-        """Keep what it was started with."""
+        """Store the arguments of the start."""
         assert all(isinstance(value, str) for value in args.values())
         self.args = {key: value for key, value in args.items() if key != "model_config"}
         config = json.loads(args["model_config"])
@@ -19,7 +19,7 @@ class TritonPythonModel:
     def execute(self, requests):
         responses = []
         for request in requests:
-            told = {
+            report = {
                 "args": self.args,
                 "id": request.request_id(),
                 "correlation_id": request.correlation_id(),
@@ -29,7 +29,9 @@ class TritonPythonModel:
                 "outputs": sorted(request.requested_output_names()),
                 "cancelled": request.is_cancelled(),
             }
-            tensor = pb_utils.Tensor("OUTPUT0", np.array([json.dumps(told).encode()], dtype=object))
+            tensor = pb_utils.Tensor(
+                "OUTPUT0", np.array([json.dumps(report).encode()], dtype=object)
+            )
             pb_utils.Logger.log_info("described a request")
             responses.append(pb_utils.InferenceResponse([tensor], parameters={"answered": True}))
         return responses

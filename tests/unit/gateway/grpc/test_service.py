@@ -7,10 +7,10 @@ from shmserve.gateway.grpc.service import (
     HEALTH_WATCH,
     MODEL_INFER,
     MODEL_STREAM_INFER,
-    REFLECTIONS,
+    REFLECTION_METHODS,
     RPCS,
 )
-from shmserve.gateway.grpc.wire.fingerprint import split
+from shmserve.gateway.grpc.wire.fingerprint import split_message
 from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto import health_pb2
@@ -26,24 +26,24 @@ ALL = {f"/{service.full_name}/{method.name}" for service in SERVICES for method 
 def test_every_rpc_has_a_scope() -> None:
     """R17: what the protocol has is what the table has, and each belongs to an API."""
     assert len(ALL) == 22
-    assert set(RPCS) == {*ALL, *REFLECTIONS}
+    assert set(RPCS) == {*ALL, *REFLECTION_METHODS}
     for path, rpc in RPCS.items():
         assert rpc.scope in (*RESTRICTABLE, SIGNATURE), path
 
 
 def test_every_rpc_has_a_handler() -> None:
     own = {path for path, rpc in RPCS.items() if rpc.handler is None}
-    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTIONS}
+    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTION_METHODS}
     assert all(rpc.request is not None for path, rpc in RPCS.items() if path not in own)
 
 
 def request(ident: str = "one") -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name="simple", id=ident)
+    message = pb.ModelInferRequest(model_name="simple", id=ident)
     for name in ("INPUT0", "INPUT1"):
-        made.inputs.add(name=name, datatype="INT32", shape=[1, 16])
-    made.outputs.add(name="OUTPUT0").parameters["classification"].int64_param = 1
-    made.parameters["key"].string_param = "value"
-    return made
+        message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
+    message.outputs.add(name="OUTPUT0").parameters["classification"].int64_param = 1
+    message.parameters["key"].string_param = "value"
+    return message
 
 
 def test_a_fingerprint_excludes_the_tensors() -> None:
@@ -51,23 +51,26 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
     plain.raw_input_contents.extend([b"a" * 64, b"b" * 200])
     other = request()
     other.raw_input_contents.extend([b"c" * 64, b"d" * 200])
-    found, identical = split(plain.SerializeToString()), split(other.SerializeToString())
-    assert found is not None and identical is not None
-    assert found[0] == identical[0]
-    assert found[1] == [b"a" * 64, b"b" * 200]
+    key, identical = (
+        split_message(plain.SerializeToString()),
+        split_message(other.SerializeToString()),
+    )
+    assert key is not None and identical is not None
+    assert key[0] == identical[0]
+    assert key[1] == [b"a" * 64, b"b" * 200]
     longer = request()
     longer.raw_input_contents.extend([b"a" * 65, b"b" * 199])
     with_other_parameter = request()
     with_other_parameter.parameters["key"].string_param = "other"
     for changed in (longer, with_other_parameter):
-        found = split(changed.SerializeToString())
-        assert found is not None and found[0] != identical[0]
+        key = split_message(changed.SerializeToString())
+        assert key is not None and key[0] != identical[0]
 
 
 def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:
     raw = request("").SerializeToString()
-    assert split(raw) == ((raw, ()), [], ANONYMOUS)
-    assert split(request("one").SerializeToString()) == (
+    assert split_message(raw) == ((raw, ()), [], ANONYMOUS)
+    assert split_message(request("one").SerializeToString()) == (
         (raw, ()),
         [],
         RequestIdentity("one", 0, 0),
@@ -82,9 +85,9 @@ def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:
     ],
 )
 def test_other_notations_have_no_fingerprint(junk: bytes) -> None:
-    assert split(junk) is None
+    assert split_message(junk) is None
 
 
 def test_fields_after_the_tensors_have_no_fingerprint() -> None:
-    made = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
-    assert split(made.SerializeToString() + request().SerializeToString()) is None
+    message = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
+    assert split_message(message.SerializeToString() + request().SerializeToString()) is None

@@ -38,10 +38,12 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
     keys = set()
     for start in (False, True):
         for end in (False, True):
-            given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-            text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
+            parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+            text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
             key, found = cut_identity(text)
-            assert found is not None and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+            assert found is not None and found.is_identity_of(
+                parse_request(loads(text), 1, "m", LIMIT)
+            )
             assert found == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
@@ -63,7 +65,7 @@ def test_the_id_is_cut_out(request_id: str) -> None:
             assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
             assert found == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
-            assert found.is_of(parse_request(loads(first), 1, "m", LIMIT))
+            assert found.is_identity_of(parse_request(loads(first), 1, "m", LIMIT))
     last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
     assert cut_identity(last) == (last, None)
 
@@ -72,7 +74,7 @@ def test_id_and_position_are_cut_out_together() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(memory_range)[1:]
     key, found = cut_identity(text)
-    assert found == RequestIdentity("7", 5, 1) and found.is_of(
+    assert found == RequestIdentity("7", 5, 1) and found.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
     assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
@@ -104,7 +106,7 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     elsewhere = b'"binary_data_size":1,' + memory_range.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
     _, found = cut_identity(text)
-    assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+    assert found is not None and not found.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
 class Built(bytes):
@@ -138,7 +140,7 @@ def long_way(text: bytes) -> bytes:
 
 
 def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
-    """What the cache makes of a request; it is remembered where that is wanted."""
+    """Return the cache's result for a request; store the request if wanted."""
     fingerprint = Fingerprint(text, 0)
     known: Any = repeat(cache, fingerprint, text, len(text))
     if known is None:
@@ -160,7 +162,7 @@ def one(data: str, before: str = "", behind: str = "") -> bytes:
 # --- the same as the long way ----------------------------------------------------------------
 
 numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
-# What may stand elsewhere and looks like a tensor's data.
+# Text elsewhere in the request that looks like a tensor's data.
 odd = st.sampled_from(
     (
         *('"id": "\\"data\\": [1, 2]", ', '"id": "\\\\", ', '"more": {"data": [7, 7]}, ', ""),
@@ -178,7 +180,9 @@ colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
 def test_a_repeated_request_equals_a_parsed_one(
     before: str, form: str, key: str, first: list[list[int]], data: st.DataObject
 ) -> None:
-    """Whatever stands around the numbers: it is what the long way gives, or that is taken."""
+    """For any text around the numbers, the result equals that of the parser, or the parser is
+    used.
+    """
 
     def written(values: list[list[int]], elsewhere: str) -> bytes:
         inputs = [
@@ -204,7 +208,7 @@ def test_a_repeated_request_equals_a_parsed_one(
 @example(b"1, 2]", b"")
 @example(b'"\0"', b"\0")
 def test_different_requests_have_different_fingerprints(data: bytes, behind: bytes) -> None:
-    """Of a request like one that is known, but with any bytes in it."""
+    """The request equals a known one except for some bytes."""
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
@@ -240,7 +244,7 @@ def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
 
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
-    """It has no arrays, and the key of one that has."""
+    """The text of a fingerprint has no arrays, but the key of a request that has."""
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))

@@ -42,31 +42,31 @@ SECONDS = 0.4
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
-        made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(byte_by_byte))
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("text", "BYTES", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
-    with rig(tmp_path_factory.mktemp("hasty"), **limits) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
-        yield made
+    with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One that takes its time, but not many connections."""
-    with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
-        yield made
+    """Yield a gateway with long time limits and few connections."""
+    with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
+        yield model_rig
 
 
 def byte_by_byte(request: Inference) -> Inferred:
@@ -79,14 +79,14 @@ def is_responsive(gateway: Rig, hasty: Rig) -> Iterator[None]:
     gateway.http.infer("simple", simple_body()).ok()
     body = simple_body()
     ask(hasty, head(len(body)) + body).ok()
-    for made in (gateway, hasty):
-        assert "Traceback" not in made.log
+    for rig_of_gateway in (gateway, hasty):
+        assert "Traceback" not in rig_of_gateway.log
 
 
 @pytest.fixture
 def connection(gateway: Rig) -> Iterator[socket.socket]:
-    with raw_connection(gateway.port) as made:
-        yield made
+    with raw_connection(gateway.port) as connection:
+        yield connection
 
 
 def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
@@ -97,7 +97,7 @@ def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> 
 
 
 def ask(gateway: Rig, *parts: bytes) -> Reply:
-    """The reply to bytes that are sent in parts."""
+    """Return the reply to bytes that are sent in parts."""
     with raw_connection(gateway.port) as connection:
         for part in parts:
             connection.sendall(part)
@@ -165,7 +165,7 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
 def test_heads_that_are_not_utf8_receive_a_response(
     connection: socket.socket, raw: bytes, status: int
 ) -> None:
-    """A refusal quotes them, and the connection goes on."""
+    """The error quotes the bytes, and the connection stays open."""
     for _ in range(2):
         connection.sendall(raw)
         reply = read_reply(connection)
@@ -327,7 +327,7 @@ def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None
         if sent:
             connection.settimeout(20 * SECONDS)
             assert is_closed(connection)
-        else:  # who has said nothing yet may take its time
+        else:  # a connection that has sent nothing may wait
             connection.settimeout(2 * SECONDS)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
@@ -375,13 +375,13 @@ def test_an_incomplete_body_after_a_known_head_times_out(hasty: Rig, sent: int) 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
 def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatient: str) -> None:
-    """--http-body-timeout-secs, whatever the time for heads; both of a few seconds or minutes."""
+    """The limit is --http-body-timeout-secs, independent of the one for heads."""
     body = simple_body()
     limits: dict[str, Any] = {impatient: SECONDS}
-    with rig(tmp_path, **limits) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
-        with raw_connection(made.port) as connection:
+    with rig(tmp_path, **limits) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
+        with raw_connection(model_rig.port) as connection:
             if known:
                 connection.sendall(head(len(body)) + body)
                 read_reply(connection).ok()
@@ -415,7 +415,9 @@ def test_a_slow_body_times_out(hasty: Rig) -> None:
 
 @pytest.mark.parametrize("reads", [0, 1, 1000])
 def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> None:
-    """R15: answers have a deadline, also for who takes a few bytes from time to time."""
+    """R15: responses have a deadline, also for a client that reads a few bytes from time to
+    time.
+    """
     big = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
@@ -449,7 +451,7 @@ def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> 
 
 
 def client_ports(gateway: Rig) -> set[int]:
-    """The ports at the other ends of the gateway's connections."""
+    """Return the remote ports of the gateway's connections."""
     connections = psutil.Process(gateway.process.pid).net_connections("tcp")
     return {connection.raddr.port for connection in connections if connection.raddr}
 
@@ -494,9 +496,11 @@ def memory_of(process: int) -> int:
 
 
 def bomb(name: str) -> bytes:
-    """10 GiB of spaces in 10 MB; without the checksum at its end, which nobody should reach."""
+    """Return 10 GiB of spaces compressed to 10 MB, without the checksum at the end, which must
+    not be reached.
+    """
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    # After a full flush the same bytes mean the same again, wherever they stand.
+    # After a full flush the same compressed bytes mean the same at any position.
     block = packer.compress(b" " * (64 * MIB)) + packer.flush(zlib.Z_FULL_FLUSH)
     head = b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" if name == "gzip" else b"\x78\xda"
     return head + block * 160
@@ -516,9 +520,9 @@ def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
 
 
 def test_failures_leak_no_memory(gateway: Rig) -> None:
-    """R13, R14: what was read, or inflated, of a body that is refused is given back."""
+    """R13, R14: memory of a refused body, received or inflated, is released."""
     cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
-    wrong: list[tuple[bytes, dict[str, str]]] = [
+    wrong_cases: list[tuple[bytes, dict[str, str]]] = [
         (cut, {"Content-Encoding": "gzip"}),
         (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
         (b"x" * 200_000, {"Content-Encoding": "gzip"}),
@@ -529,12 +533,12 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
 
     def fail(times: int) -> None:
         for _ in range(times):
-            for body, headers in wrong:
+            for body, headers in wrong_cases:
                 assert gateway.http.infer("simple", body, headers).status in (400, 500)
 
     fail(20)
     before = memory_of(gateway.process.pid)
-    fail(1000 // len(wrong))
+    fail(1000 // len(wrong_cases))
     assert memory_of(gateway.process.pid) - before < 10 * MIB
 
 
@@ -574,7 +578,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
         gateway.http.get("/v2/health/live").ok()
-        answered = 0  # once the whole body was on its way
+        answered = 0  # counted from the end of the body
         sent, done = threading.Event(), threading.Event()
 
         def parts() -> Iterator[bytes]:
@@ -602,13 +606,14 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         os.close(fd)
     assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
     assert len(body) > 25 * MIB
-    assert answered > 20  # in one piece, hardly any
+    assert answered > 20  # parsed in one piece, hardly any request would be answered
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_idle_connections_are_evicted(patient: Rig, known: bool) -> None:
-    """R15: many connections that send nothing, or a part of something, keep nobody out, and cost
-    nobody the answer to a request that is on its way."""
+    """R15: many idle or incomplete connections keep no client out, and close no active
+    connection.
+    """
     body = simple_body()
     with contextlib.ExitStack() as stack:
         sending = stack.enter_context(raw_connection(patient.port))
@@ -639,7 +644,7 @@ def test_connections_have_a_limit(patient: Rig) -> None:
 
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
-        # Who was answered may have to make room for one that is accepted only then.
+        # An idle connection may be closed for one that is accepted later.
         answered = [connection for connection in connections if lives(connection)]
         assert 55 <= sum(map(lives, answered)) <= 60
     with raw_connection(patient.port) as connection:
@@ -734,38 +739,38 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         "arena_byte_size": MIB,
         "body_timeout_s": 300.0,
     }
-    with rig(tmp_path, **limits) as made:
-        made.publish(SIMPLE, made.scheduler(add_sub))
-        made.open()
+    with rig(tmp_path, **limits) as model_rig:
+        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.open()
         infer = "/v2/models/simple/infer"
 
         def ask() -> Reply:
-            return made.http.post(infer, b" " * (700 << 10))
+            return model_rig.http.post(infer, b" " * (700 << 10))
 
-        with raw_connection(made.port) as connection:
+        with raw_connection(model_rig.port) as connection:
             connection.sendall(head(MIB, *lines) + begun)
             until("the memory is full", lambda: ask().status == 503)
             assert ask().error == "server memory for request bodies (1048576 bytes) is full"
-            made.http.infer("simple", numbered(1)).ok()
+            model_rig.http.infer("simple", numbered(1)).ok()
         until("it is free again", lambda: ask().status == 500)
-        assert made.http.post(infer, b" " * (2 * MIB)).status == 400
+        assert model_rig.http.post(infer, b" " * (2 * MIB)).status == 400
 
 
 def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> None:
-    """What came before a tensor is here for as long as that is awaited."""
+    """Bytes before a tensor are kept only while that tensor is awaited."""
     tensor = ("IN", "FP32", [5000], bytes(20_000))
     whole, headers = binary_request([tensor], id="i" * (700 << 10))
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
     limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
-    with rig(tmp_path, body_timeout_s=300.0, **limits) as made:
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
-        made.open()
+    with rig(tmp_path, body_timeout_s=300.0, **limits) as model_rig:
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.open()
 
         def ask() -> int:
-            return made.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
+            return model_rig.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
 
-        with raw_connection(made.port) as connection:
+        with raw_connection(model_rig.port) as connection:
             connection.sendall(start + whole[:-1])
             until("the memory is full", lambda: ask() == 503)
             connection.sendall(whole[-1:])
@@ -778,7 +783,7 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
 def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
-    """One that is declared and not sent holds memory for those that others send at once."""
+    """A declared but unsent body is evicted for bodies that arrive at once."""
     size = 700 << 10
     tensor = ("IN", "FP32", [size // 4], bytes(size))
     if kind == "binary":
@@ -796,19 +801,19 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
         headers["Content-Encoding"] = "gzip"
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
-    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
-        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(byte_by_byte))
-        made.open()
+    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as model_rig:
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.open()
         with contextlib.ExitStack() as stack:
-            slow = [stack.enter_context(raw_connection(made.port)) for _ in range(3)]
+            slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
             for connection in slow:
                 connection.sendall(start + begun)
                 began = time.monotonic()
 
             def ask() -> int:
                 if kind == "binary":
-                    return made.http.infer_binary("id", [tensor]).status
-                return made.http.post("/v2/models/id/infer", b" " * size).status
+                    return model_rig.http.infer_binary("id", [tensor]).status
+                return model_rig.http.post("/v2/models/id/infer", b" " * size).status
 
             done = 200 if kind == "binary" else 500
             seen: set[int] = set()

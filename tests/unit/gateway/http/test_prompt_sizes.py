@@ -68,12 +68,12 @@ def test_another_process_parses_large_bodies() -> None:
 
     async def bodies_at_once() -> str:
         other = asyncio.create_task(served())
-        found = await find_long_prompt([body[:9], body[9:]], LONGEST, "m")
+        problem = await find_long_prompt([body[:9], body[9:]], LONGEST, "m")
         other.cancel()
-        return found
+        return problem
 
     assert "1000000 tokens exceed the limit of 100" in asyncio.run(bodies_at_once())
-    assert max(gaps) < 0.02  # of computing: others may have the processor
+    assert max(gaps) < 0.02  # seconds of processor time, because other processes may run meanwhile
 
 
 def test_malformed_json_is_reported() -> None:

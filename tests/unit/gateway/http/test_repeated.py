@@ -16,7 +16,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release
 from shmserve.ipc.messages.publications import ModelWithdrawn, SchedulerLost
 from shmserve.ipc.messages.supervision import Drain, Drained
-from shmserve.ipc.scheduler_client import ENDED
+from shmserve.ipc.scheduler_client import NO_SCHEDULER
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
@@ -29,7 +29,7 @@ ARENA = 1 << 20
 
 
 def packed(value: Any) -> bytes:
-    """A request whose head is the same for every value of two digits."""
+    """Return a request whose head is the same for every value of two digits."""
     tensor = {"datatype": "INT32", "shape": [1, 16], "data": [value] * 16}
     body = json.dumps({"inputs": [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]})
     return (HEAD.format(len(body)) + body).encode()
@@ -54,14 +54,14 @@ class Asked:
         until("the request is there", lambda: self.scheduler.waiting)
 
     def is_right(self, value: int) -> bool:
-        """Whether one more is answered rightly."""
+        """Return whether a further request is answered correctly."""
         self.scheduler.held = False
         return sums(self.ask(value)) == [2 * value] * 16
 
 
 def sums(reply: Reply) -> list[int]:
-    found: list[int] = reply.ok().tensors()["OUTPUT0"].ravel().tolist()
-    return found
+    output: list[int] = reply.ok().tensors()["OUTPUT0"].ravel().tolist()
+    return output
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:
-            made = Asked(gateway, scheduler, connection)
+            asked_request = Asked(gateway, scheduler, connection)
             for value in range(10, 10 + WARM_UPS):
-                assert made.is_right(value)
-            yield made
+                assert asked_request.is_right(value)
+            yield asked_request
 
 
 def test_an_invalid_request_is_refused(asked: Asked) -> None:
@@ -162,10 +162,10 @@ def test_pipelined_requests_are_answered_in_order(asked: Asked) -> None:
     asked.scheduler.held = False
     asked.scheduler.answer_all()
     with asked.connection.makefile("rb") as stream:
-        found = [_next_json(stream) for _ in range(3)]
+        documents = [_next_json(stream) for _ in range(3)]
         asked.connection.sendall(packed(63)[50:])
-        found.append(_next_json(stream))
-    (first, second, model, last) = found
+        documents.append(_next_json(stream))
+    (first, second, model, last) = documents
     assert [answer["outputs"][0]["data"][0] for answer in (first, second, last)] == [122, 124, 126]
     assert model["name"] == "simple"
 
@@ -189,12 +189,12 @@ def test_the_loss_of_a_scheduler_loses_no_response(asked: Asked) -> None:
 
 
 def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
-    """Before the gateway hears that the model is withdrawn."""
+    """Holds before the gateway receives the withdrawal of the model."""
     asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, ""))
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     for _ in range(2):
         reply = asked.ask(64)
-        assert reply.status == 503 and reply.error.endswith(ENDED)
+        assert reply.status == 503 and reply.error.endswith(NO_SCHEDULER)
     successor = asked.gateway.scheduler(add_sub)
     asked.gateway.publish(SIMPLE, successor)
     assert asked.is_right(65)
@@ -202,7 +202,7 @@ def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
 
 
 def test_a_moved_scheduler_receives_later_requests(asked: Asked) -> None:
-    """And one that was withdrawn nowhere."""
+    """Holds for a scheduler that was withdrawn without a successor, too."""
     moved = asked.gateway.scheduler(add_sub)
     asked.gateway.publish(SIMPLE, moved)
     assert asked.is_right(66)

@@ -27,7 +27,7 @@ from shmserve.gateway.listener import ListenerKind, MisdirectedHost
 
 
 def openai_error(error: ShmserveError) -> bytes:
-    """The error form of another API."""
+    """Return an error in the form of another API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": error.message, "type": kind, "param": None, "code": None}
     return json.dumps({"error": body}).encode()
@@ -59,12 +59,14 @@ class Request(SimpleNamespace):
             find_access_error=refuse, find_host_error=refuse_host, listener=listener
         )
         given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
-        super().__init__(method=method, target=target, headers=given, match=None, begun=None)
+        super().__init__(
+            method=method, target=target, headers=given, route_match=None, begun_request=None
+        )
         self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
 
 async def fail(gateway: Any, request: Any, what: str) -> HttpResponse:
-    """A handler that raises what its path says."""
+    """Raise the error that the path names."""
     raise {"bad": InvalidArgument("bad"), "full": QueueFull("full", 3), "bug": KeyError("x")}[what]
 
 
@@ -73,7 +75,7 @@ async def succeed(gateway: Any, request: Any) -> HttpResponse:
 
 
 TABLE = RouteTable(
-    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error, identified=True),
+    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error, has_request_id=True),
     Route("POST", "/v2/infer/{what}", "inference", fail),
     Route("GET", "/v2/health", "health", succeed),
     Route("", "/any", "metrics", succeed),
@@ -147,11 +149,11 @@ def test_an_unknown_path_has_the_form_of_its_api() -> None:
 )
 def test_a_response_has_the_id_of_its_request(given: str, kept: bool) -> None:
     seen = [headers_of(handled(Request("POST", "/v1/chat/bad", X_Request_Id=given)))] * 2
-    found = seen[0]["x-request-id"]
-    assert (found == given) is kept
-    assert kept or re.fullmatch("req_[0-9a-f]{32}", found)
+    request_id = seen[0]["x-request-id"]
+    assert (request_id == given) is kept
+    assert kept or re.fullmatch("req_[0-9a-f]{32}", request_id)
     other = headers_of(handled(Request("POST", "/v1/chat/bad")))["x-request-id"]
-    assert other != found
+    assert other != request_id
 
 
 PAGE = "https://app.example.com"
@@ -169,22 +171,22 @@ def test_pages_of_allowed_origins_may_use_the_server(
     asks["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
     preflight = Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), **asks)
     response = handled(preflight, cors=cors)
-    found = headers_of(response)
+    headers = headers_of(response)
     if cors is None:
-        assert response.status == 401 and "access-control-allow-origin" not in found
+        assert response.status == 401 and "access-control-allow-origin" not in headers
     else:
         assert response.status == (200 if allowed else 403) and preflight.asked == []
     if allowed:
-        assert found["access-control-allow-headers"] == "authorization,x-stainless-os"
-        assert found["access-control-allow-methods"] == "GET, POST"
-        assert found["access-control-allow-origin"] == allowed
-    assert (found.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
+        assert headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+        assert headers["access-control-allow-methods"] == "GET, POST"
+        assert headers["access-control-allow-origin"] == allowed
+    assert (headers.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
     post = Request("POST", "/v1/chat/bad", Origin=PAGE, Sec_Fetch_Site="cross-site")
     response = handled(post, cors=cors)
-    found = headers_of(response)
+    headers = headers_of(response)
     assert response.status == (400 if allowed else 403)
-    assert found.get("access-control-allow-origin", "") == allowed
-    assert ("x-request-id" in found.get("access-control-expose-headers", "")) is bool(allowed)
+    assert headers.get("access-control-allow-origin", "") == allowed
+    assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(allowed)
     assert (post.repeat is None) is bool(allowed)
 
 
@@ -219,7 +221,7 @@ def test_the_metrics_listener_has_a_table_of_its_own(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:
-        async def page(self) -> bytes:
+        async def render_page(self) -> bytes:
             return b"nv_inference_count 1"
 
     request = Request(method, target)
@@ -234,7 +236,9 @@ def test_the_metrics_listener_has_a_table_of_its_own(
 
 
 class Transport:
-    """Remembers what is written; the client leaves at the write number `leaves`."""
+    """A transport that records the written bytes; the client disconnects at write number
+    `leaves`.
+    """
 
     def __init__(self, leaves: int = -1) -> None:
         self.written: list[bytes] = []
@@ -254,7 +258,7 @@ class Transport:
 
 
 class Batches:
-    """Chunks; `ended` once nobody wants more."""
+    """Chunks of a response; `ended` is set when no further chunk is wanted."""
 
     def __init__(self, *batches: Sequence[bytes] | Exception) -> None:
         self.ended = False

@@ -49,10 +49,10 @@ NOT_ONE = (
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), body_timeout_s=3.0) as made:
-        made.open()
-        until("it listens", lambda: connects(made.port))
-        yield made
+    with rig(tmp_path_factory.mktemp("run"), body_timeout_s=3.0) as model_rig:
+        model_rig.open()
+        until("it listens", lambda: connects(model_rig.port))
+        yield model_rig
 
 
 @pytest.fixture
@@ -102,15 +102,15 @@ class Asked:
         return read_reply(self.connection)
 
     def raw(self) -> bytes:
-        """Everything up to the end of the connection."""
-        found = b""
+        """Return all bytes up to the end of the connection."""
+        stream = b""
         while piece := self.connection.recv(65536):
-            found += piece
-        return found
+            stream += piece
+        return stream
 
     @property
     def cancelled(self) -> bool:
-        """Whether the scheduler was told that nobody waits."""
+        """Return whether the scheduler received the cancellation."""
         return any(
             isinstance(message, m.Cancel) and message.id == self.number
             for message in self._scheduler.notices
@@ -118,7 +118,7 @@ class Asked:
 
     @property
     def granted(self) -> int:
-        """How many responses the model may send beyond the first credit."""
+        """Return how many responses the model may send beyond the first credit."""
         return sum(
             message.responses
             for message in self._scheduler.notices
@@ -131,23 +131,23 @@ INFER = {"id": "i1", "inputs": [{"name": "IN", "datatype": "INT32", "shape": [1]
 
 @pytest.fixture
 def ask(gateway: Rig, repeat: Scheduler) -> Iterator[Any]:
-    made: list[Asked] = []
+    asked_requests: list[Asked] = []
 
     def make(verb: str, body: Any = None, accept: str = "", version: str = "1.1") -> Asked:
         body = body or (INFER if verb == "infer" else {"IN": 1})
-        made.append(Asked(gateway, repeat, verb, body, accept, version))
-        return made[-1]
+        asked_requests.append(Asked(gateway, repeat, verb, body, accept, version))
+        return asked_requests[-1]
 
     yield make
-    for asked in made:
+    for asked in asked_requests:
         asked.connection.close()
 
 
 def events(reply: Reply) -> list[Any]:
     assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    *found, last = reply.body.decode().split("\n\n")
+    *events, last = reply.body.decode().split("\n\n")
     assert last == ""
-    return [json.loads(event.removeprefix("data: ")) for event in found]
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 # --- generate

@@ -34,13 +34,13 @@ def graphs(draw: st.DrawFn) -> Graph:
     for index in range(draw(st.integers(1, 7))):
         read = draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3, unique=True))
         condition = draw(st.sampled_from(["", "", *tensors]))
-        made = [f"t{index}.{n}" for n in range(draw(st.integers(1, 2)))]
+        tensor_names = [f"t{index}.{n}" for n in range(draw(st.integers(1, 2)))]
         inputs = {f"i{n}": tensor for n, tensor in enumerate(read)}
-        outputs = {f"o{n}": tensor for n, tensor in enumerate(made)}
+        outputs = {f"o{n}": tensor for n, tensor in enumerate(tensor_names)}
         steps.append(StepNode(index, "m", "", inputs, outputs, condition))
-        tensors += made
-    wanted = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
-    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
+        tensors += tensor_names
+    expected = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
+    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(expected))
 
 
 def models(
@@ -74,10 +74,10 @@ def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
     """Return the steps that run and the outputs that exist, computed from the definition."""
-    needed = graph.needed(graph.outputs)
+    needed = graph.needed_steps(graph.outputs)
     runs: set[int] = set()
     skipped: set[str] = set()
-    for step in graph.in_order():
+    for step in graph.sorted_steps():
         if step.index not in needed:
             continue
         lacks = any(tensor in skipped for tensor in step.inputs.values())
@@ -91,8 +91,8 @@ def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
 @given(graphs(), st.data())
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
     """Section 3.7: holds for every order in which steps end; each value is released once."""
-    made = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
-    false = set(data.draw(st.lists(st.sampled_from(made), unique=True)))
+    tensor_names = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
+    false = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
     freed: list[str] = []
     flow = Flow(plan(graph))
     flow.begin([("IN", value("IN", freed, "IN" not in false))])
@@ -190,12 +190,12 @@ def test_only_tensors_with_one_reader_stay_on_a_device(
 
     The tensor is no output of the ensemble and no condition.
     """
-    made = Plan(graph, graph.outputs, models(devices=devices))
+    plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            readers = [each.index for each in made.steps.values() if (tensor, True) in each.reads]
+            readers = [each.index for each in plan.steps.values() if (tensor, True) in each.reads]
             around = {devices.get(index) for index in readers}
-            around.add(devices.get(step.index) if step.index in made.steps else None)
+            around.add(devices.get(step.index) if step.index in plan.steps else None)
             free = tensor in graph.outputs or tensor in graph.conditions
             stays = readers and not free and len(around) == 1 and None not in around
-            assert made.devices.get(tensor) == (around.pop() if stays else None)
+            assert plan.devices.get(tensor) == (around.pop() if stays else None)

@@ -24,7 +24,7 @@ CONFIG = server.from_flags(
 
 
 def elsewhere(*names: str) -> access.PeerFacts:
-    """Who sees other things by these names."""
+    """Simulate a process that sees other files under the same paths."""
     return PEER._replace(sees={**SEES, **dict.fromkeys(names, (9, 9))})
 
 
@@ -81,9 +81,9 @@ def test_a_process_with_another_shm() -> None:
         assert other.stdin and other.stdout and other.stderr
         if other.stdout.readline() != b"there\n":
             pytest.skip(f"no namespace: {other.stderr.read().decode()}")
-        found = dict(access.judge_peer(*access.gather_peer(CONFIG, other.pid)))
+        verdicts = dict(access.judge_peer(*access.gather_peer(CONFIG, other.pid)))
         other.communicate(b"\n")
-    states = {name.removeprefix("peer's "): verdict.state for name, verdict in found.items()}
+    states = {name.removeprefix("peer's "): verdict.state for name, verdict in verdicts.items()}
     assert states["/dev/shm"] == WRONG
     assert states["network"] == WARNING
     assert states["user"] == OK

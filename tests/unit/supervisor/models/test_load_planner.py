@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be planned: file, line and key, and all of it at once."""
+"""Errors of models that cannot be planned: file, line and key, and all errors at once."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid 
 
 
 def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanner:
-    """Of a repository with the model "m", which has version 1."""
+    """Return a planner for a repository with version 1 of the model "m"."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
@@ -27,7 +27,7 @@ def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanne
 
 
 def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> ShmserveError:
-    """The error of a plan that cannot be made."""
+    """Return the error of a plan that fails."""
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
     return caught.value
@@ -75,7 +75,7 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_wrong_version_is_told_from_a_wrong_file(tmp_path: Path) -> None:
+def test_errors_of_a_version_and_of_the_file_have_other_types(tmp_path: Path) -> None:
     error = refusal(planner(tmp_path, "\n instance_group { kind: KIND_GPU }\noutput { dims: 1 }"))
     assert isinstance(error, InvalidArgument)
     assert error.message.removeprefix(FAILED) == (
@@ -98,7 +98,7 @@ def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
     assert tuple(with_files.message.removeprefix(UNREAD).splitlines()) == expected
 
 
-def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
+def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     plans = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }')
     (spec,) = plans.plan("m", "", {})
     with pytest.raises(InvalidArgument) as caught:
@@ -179,6 +179,11 @@ def test_a_backend_that_is_not_here_is_named_first(tmp_path: Path, config: str) 
     assert "unable to find backend library for backend 'tensorrt' of model 'm'" in error
 
 
+def test_a_backend_named_ensemble_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    error = refusal(planner(tmp_path, 'backend: "ensemble"')).message
+    assert error.endswith(", use platform: 'ensemble';\n")
+
+
 def test_an_equal_repetition_of_a_tensor_is_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,17 +197,20 @@ def test_an_equal_repetition_of_a_tensor_is_one(
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
-    made = planner(tmp_path, None)
+    load_planner = planner(tmp_path, None)
     (tmp_path / "repository" / "m" / "1" / "model.py").write_bytes(POINTER)
-    assert "'1/model.py' is a Git LFS pointer" in refusal(made).message
+    assert "'1/model.py' is a Git LFS pointer" in refusal(load_planner).message
 
 
 def test_a_configuration_in_the_version_folder_is_named(tmp_path: Path) -> None:
-    made = planner(tmp_path, None)
+    load_planner = planner(tmp_path, None)
     folder = tmp_path / "repository" / "m" / "1"
     (folder / "model.py").unlink()
     (folder / "config.pbtxt").write_text("")
-    assert "'m/1/config.pbtxt' is not read: move it to 'm/config.pbtxt'" in refusal(made).message
+    assert (
+        "'m/1/config.pbtxt' is not read: move it to 'm/config.pbtxt'"
+        in refusal(load_planner).message
+    )
 
 
 def test_an_unfilled_template_is_named(tmp_path: Path) -> None:
@@ -233,11 +241,11 @@ def test_a_preferred_batch_size_is_compared_with_the_completed_size(tmp_path: Pa
 )
 def test_repository_agents(tmp_path: Path, agent: str, text: str) -> None:
     config = f'backend: "python" model_repository_agents {{ agents {{ name: {agent} }} }}'
-    made = planner(tmp_path, config)
+    load_planner = planner(tmp_path, config)
     if text:
-        assert text in refusal(made).message
+        assert text in refusal(load_planner).message
     else:
-        assert len(made.plan("m", "", {})) == 1
+        assert len(load_planner.plan("m", "", {})) == 1
 
 
 @pytest.mark.parametrize(
@@ -260,9 +268,9 @@ def test_repository_agents(tmp_path: Path, agent: str, text: str) -> None:
 def test_aliases_are_read_without_loading(
     tmp_path: Path, config: str, engine: str | None, aliases: list[str] | None
 ) -> None:
-    made = planner(tmp_path, config)
+    load_planner = planner(tmp_path, config)
     folder = next(path.parent for path in tmp_path.rglob("config.pbtxt"))
     if engine is not None:
         (folder / "engine.yaml").write_text(engine)
-    assert made.aliases(folder.name) == aliases
-    assert made.aliases("nobody") is None
+    assert load_planner.aliases(folder.name) == aliases
+    assert load_planner.aliases("nobody") is None

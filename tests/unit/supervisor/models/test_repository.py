@@ -1,4 +1,6 @@
-"""What is in a repository: names, versions, changes; and the folders the server writes itself."""
+"""The content of a repository: names, versions and changes, and the folders that the server
+writes.
+"""
 
 import os
 from pathlib import Path
@@ -31,7 +33,7 @@ CONFIG = 'backend: "python" max_batch_size: 4\n'
 
 
 def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
-    """A model's folder with a model.py in each version."""
+    """Create a model's folder with a model.py in each version."""
     folder = root / name
     folder.mkdir(parents=True)
     for version in versions:
@@ -55,13 +57,13 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "lost+found").mkdir()
-    found = scan([tmp_path])
-    assert list(found) == ["a", "b"]
-    assert found["b"].versions == (1, 2, 10, 20240131235959, 2**63 - 1)
-    assert found["b"].config_path == tmp_path / "b" / "config.pbtxt"
-    assert found["b"].files(2) == ["model.py"]
-    assert found["a"] == ModelFolder("a", tmp_path / "a", tmp_path)
-    for name, folder in found.items():
+    models = scan([tmp_path])
+    assert list(models) == ["a", "b"]
+    assert models["b"].versions == (1, 2, 10, 20240131235959, 2**63 - 1)
+    assert models["b"].config_path == tmp_path / "b" / "config.pbtxt"
+    assert models["b"].files(2) == ["model.py"]
+    assert models["a"] == ModelFolder("a", tmp_path / "a", tmp_path)
+    for name, folder in models.items():
         assert find([tmp_path], name) == folder
     assert find([tmp_path], "c") is None
 
@@ -75,7 +77,7 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
         (["2", "7", "v1"], "'m' (it excludes version 2, 7)"),
     ],
 )
-def test_a_model_without_a_version_says_what_may_be_one(
+def test_a_model_without_a_version_names_the_folders_that_may_be_one(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
     make(tmp_path, "m", *folders)
@@ -86,21 +88,21 @@ def test_a_model_without_a_version_says_what_may_be_one(
     assert not lacks_version("failed to load 'm', no version is available")
 
 
-def test_a_named_configuration_goes_before_the_usual_one(tmp_path: Path) -> None:
+def test_a_named_configuration_overrides_the_default_one(tmp_path: Path) -> None:
     make(tmp_path, "with", "1", config="max_batch_size: 4")
     make(tmp_path, "without", "1", config="max_batch_size: 4")
     (tmp_path / "with" / "configs").mkdir()
     (tmp_path / "with" / "configs" / "alt.pbtxt").write_text("max_batch_size: x")
     (tmp_path / "without" / "configs").write_text("no folder")
-    found = scan([tmp_path], "alt")
-    assert found["with"].config_path == tmp_path / "with" / "configs" / "alt.pbtxt"
-    assert found["without"].config_path == tmp_path / "without" / "config.pbtxt"
+    models = scan([tmp_path], "alt")
+    assert models["with"].config_path == tmp_path / "with" / "configs" / "alt.pbtxt"
+    assert models["without"].config_path == tmp_path / "without" / "config.pbtxt"
     assert scan([tmp_path], "other")["with"].config_path == tmp_path / "with" / "config.pbtxt"
-    assert find([tmp_path], "with", "alt") == found["with"]
-    before = fingerprint(found["with"])
+    assert find([tmp_path], "with", "alt") == models["with"]
+    before = fingerprint(models["with"])
     (tmp_path / "with" / "configs" / "alt.pbtxt").write_text("max_batch_size: 5")
-    assert fingerprint(found["with"]) != before
-    config, _ = read_config(find([tmp_path], "with", "alt") or found["with"])
+    assert fingerprint(models["with"]) != before
+    config, _ = read_config(find([tmp_path], "with", "alt") or models["with"])
     assert config.max_batch_size == 5
 
 
@@ -109,10 +111,10 @@ def test_a_model_in_two_repositories_is_in_none(tmp_path: Path) -> None:
         make(tmp_path / repository, "m", "1")
         make(tmp_path / repository, f"only-{repository}", "1")
     repositories = [tmp_path / name for name in ("one", "two", "three")]
-    found = scan(repositories)
-    assert found["m"].problem == "model appears in two or more repositories"
-    assert find(repositories, "m") == found["m"]
-    assert [found[f"only-{path.name}"].problem for path in repositories] == ["", "", ""]
+    models = scan(repositories)
+    assert models["m"].problem == "model appears in two or more repositories"
+    assert find(repositories, "m") == models["m"]
+    assert [models[f"only-{path.name}"].problem for path in repositories] == ["", "", ""]
 
 
 def test_a_name_that_cannot_be_requested_is_reported(tmp_path: Path) -> None:
@@ -133,12 +135,12 @@ def test_links_out_of_the_repository_are_followed(tmp_path: Path) -> None:
     (repository / "alias").symlink_to("plain")
     make(repository, "weights", "1")
     (repository / "weights" / "1" / "model.pt").symlink_to(secret / "1" / "model.py")
-    found = scan([repository])
-    assert {name: folder.problem for name, folder in found.items()} == dict.fromkeys(
+    models = scan([repository])
+    assert {name: folder.problem for name, folder in models.items()} == dict.fromkeys(
         ("alias", "config", "folder", "plain", "version", "weights"), ""
     )
-    assert found["folder"].versions == found["version"].versions == (1,)
-    assert found["config"].config_path == repository / "config" / "config.pbtxt"
+    assert models["folder"].versions == models["version"].versions == (1,)
+    assert models["config"].config_path == repository / "config" / "config.pbtxt"
 
 
 def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
@@ -148,18 +150,18 @@ def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
     configs = ("config/config.pbtxt", "lost+found/config.pbtxt")
     for loop in ("folder", *configs, "version/2", "file/1/weights"):
         (tmp_path / loop).symlink_to(Path(loop).name)
-    found = scan([tmp_path])
-    assert {name: folder.versions for name, folder in found.items()} == {
+    models = scan([tmp_path])
+    assert {name: folder.versions for name, folder in models.items()} == {
         "plain": (1,),
         "config": (),
         "version": (1,),
         "file": (1,),
     }
     assert find([tmp_path], "folder") is None
-    assert found["config"] == find([tmp_path], "config")
-    assert found["config"].problem == "the model's folder: Too many levels of symbolic links"
-    assert not any(found[name].problem for name in ("plain", "version", "file"))
-    assert all(fingerprint(folder) for folder in found.values())
+    assert models["config"] == find([tmp_path], "config")
+    assert models["config"].problem == "the model's folder: Too many levels of symbolic links"
+    assert not any(models[name].problem for name in ("plain", "version", "file"))
+    assert all(fingerprint(folder) for folder in models.values())
 
 
 def test_a_name_that_is_no_text_is_reported_as_one(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None
 
 
 @pytest.mark.parametrize("name", ["...", "a..b", ".m", "-m", "a b", "a:b", "a%2F", 'é"', "m" * 255])
-def test_names_are_those_of_folders(tmp_path: Path, name: str) -> None:
+def test_names_equal_those_of_folders(tmp_path: Path, name: str) -> None:
     make(tmp_path, name, "1")
     assert find([tmp_path], name) == ModelFolder(
         name, tmp_path / name, tmp_path, tmp_path / name / "config.pbtxt", (1,)
@@ -249,7 +251,7 @@ def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
     assert (bare.backend, source) == ("", UNWRITTEN)
 
 
-def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_path: Path) -> None:
+def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_path: Path) -> None:
     texts = {
         "name": (
             '\n name: "other"',
@@ -267,13 +269,13 @@ def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_pat
         assert caught.value.message.startswith(expected)
     (make(tmp_path, "bytes") / "config.pbtxt").write_bytes(b"\xff\xfe")
     make(tmp_path, "gone")
-    found = scan([tmp_path])
+    models = scan([tmp_path])
     (tmp_path / "gone" / "config.pbtxt").unlink()
     for name, expected in (("bytes", "not UTF-8 text"), ("gone", "No such file or directory")):
         with pytest.raises(InvalidArgument) as caught:
-            read_config(found[name])
+            read_config(models[name])
         assert caught.value.message == f"{name}/config.pbtxt: {expected}"
-    config, source = read_config(found["bytes"], '{"name": "x"}')
+    config, source = read_config(models["bytes"], '{"name": "x"}')
     with pytest.raises(InvalidArgument, match="config:1:2: name: unexpected directory name"):
         source.check(config)
 
@@ -298,9 +300,9 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
     assert set(chosen) <= set(have)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
-        wanted = set(config.version_policy.specific.versions)
-        assert chosen == [v for v in have if v in wanted]
-        assert missing_versions(config, available) == sorted(wanted - set(have))
+        expected = set(config.version_policy.specific.versions)
+        assert chosen == [v for v in have if v in expected]
+        assert missing_versions(config, available) == sorted(expected - set(have))
     elif choice == "all" or policy == "{}":
         assert chosen == have
     else:
@@ -314,11 +316,11 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
 def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
     make(tmp_path, "m", "1")
     file = tmp_path / "m" / "1" / "model.py"
-    seen = [fingerprint(scan([tmp_path])["m"])]
+    seen_file = [fingerprint(scan([tmp_path])["m"])]
 
     def changed() -> bool:
-        seen.append(fingerprint(scan([tmp_path])["m"]))
-        return seen[-1] != seen[-2]
+        seen_file.append(fingerprint(scan([tmp_path])["m"]))
+        return seen_file[-1] != seen_file[-2]
 
     assert not changed()
     file.write_text("x = 22\n")
@@ -410,23 +412,23 @@ def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
 
 
 @given(st.text("./a\\\0", max_size=12))
-def test_whatever_the_path_nothing_is_written_outside(
+def test_no_override_path_writes_outside(
     tmp_path_factory: pytest.TempPathFactory, path: str
 ) -> None:
     root = tmp_path_factory.mktemp("root")
     base = root / "base"
     try:
-        made = materialise_override(base, "m", "{}", {path: b"y"})
+        override = materialise_override(base, "m", "{}", {path: b"y"})
     except InvalidArgument:
-        made = None
+        override = None
     assert list(root.iterdir()) == [base]
-    if made is None:
+    if override is None:
         assert list(base.iterdir()) == []
     else:
-        assert (made / path.lstrip("/")).read_bytes() == b"y"
+        assert (override / path.lstrip("/")).read_bytes() == b"y"
 
 
-def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:
+def test_a_bad_override_leaks_nothing(tmp_path: Path) -> None:
     for name, config in (("..", "{}"), ("m", "{"), ("m", '{"input": [[]]}')):
         with pytest.raises(InvalidArgument):
             materialise_override(tmp_path, name, config, {})

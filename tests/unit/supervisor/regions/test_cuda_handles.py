@@ -114,7 +114,7 @@ async def test_register_and_unregister() -> None:
     assert office.published[-1] == m.RegionDrained(memory.id, 1)
 
 
-async def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
+async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
     office = Office()
     handle = CudaHandle(HANDLE, 0)
     for _ in range(2):
@@ -192,7 +192,7 @@ async def test_the_limits_of_a_user() -> None:
     await registry.register_cuda("r0", handle, 0, 64, ME)
 
 
-async def test_what_no_worker_can_open_is_not_registered() -> None:
+async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
     office = Office(fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -200,7 +200,7 @@ async def test_what_no_worker_can_open_is_not_registered() -> None:
     assert office.registry.active() == []
 
 
-async def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
+async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
     office = Office()
     registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
 
@@ -237,9 +237,9 @@ async def test_without_gpus() -> None:
 @pytest.fixture
 def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three processes that sleep; what they export is up to the test."""
-    made = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
-    yield made
-    for process in made:
+    child = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield child
+    for process in child:
         process.kill()
         process.wait()
 
@@ -247,7 +247,7 @@ def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
 async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
     office = Office()
     registry = office.registry
-    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    gc.collect()  # objects of earlier tests are finalized now and not during this test
     before = len(os.listdir("/proc/self/fd"))
     for number, exporter in enumerate(exporters):
         handle = CudaHandle(HANDLE, number)
@@ -299,11 +299,11 @@ def test_the_workers_on_the_device_are_asked() -> None:
     assert workers.asked[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.asked[-1][0] == 12
-    workers.handles.checked(10, MemoryChecked(1, "", ""))  # late: nobody waits
+    workers.handles.checked(10, MemoryChecked(1, "", ""))  # a late answer that no request waits for
 
 
-def test_who_was_not_asked_is_not_heard() -> None:
-    """R24: what a worker says of a handle that others were asked about."""
+def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
+    """R24: an answer of a worker about a handle that other workers were asked about."""
     workers = Workers({0: [10]}, {10: ""})
     ask = workers.handles._send
 
@@ -323,7 +323,7 @@ def test_a_worker_that_cannot_use_the_device_does_not_speak_for_others() -> None
         Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "UNAVAILABLE"}).check(0)
 
 
-def test_what_they_refuse_is_refused() -> None:
+def test_a_handle_that_workers_refuse_is_refused() -> None:
     text = r"failed to register shared memory region: invalid args \(reason\)"
     with pytest.raises(InvalidArgument, match=text):
         Workers({0: [10]}, {10: "INVALID_ARG"}).check(0)
@@ -334,7 +334,9 @@ def test_what_they_refuse_is_refused() -> None:
         Workers({}, {}).check(2)
 
 
-def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_handle_is_opened_by_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Workers({}, {}).check(0)
     monkeypatch.setattr(opener, "_PATIENCE_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)
@@ -345,18 +347,18 @@ def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One that believes to have two CUDA devices."""
-    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as made:
-        made.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
-        made.open()
-        yield made
+    """Yield a gateway of a server that seems to have two CUDA devices."""
+    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
+        model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
+        model_rig.open()
+        yield model_rig
 
 
 @pytest.fixture(scope="module")
 def scheduler(gateway: Rig) -> Scheduler:
-    made = gateway.scheduler(echo)
-    gateway.publish(identity_config("identity", "FP32", [4]), made)
-    return made
+    scheduler = gateway.scheduler(echo)
+    gateway.publish(identity_config("identity", "FP32", [4]), scheduler)
+    return scheduler
 
 
 def published(
@@ -373,9 +375,9 @@ def host(memory_id: int, number: int) -> m.RegionPublished:
 
 
 def body(**changed: Any) -> dict[str, Any]:
-    """A good registration, with changes; a None takes a member away."""
-    made = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
-    return {key: value for key, value in made.items() if value is not None}
+    """Return a valid registration with changes; a None removes a member."""
+    body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
+    return {key: value for key, value in body.items() if value is not None}
 
 
 def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
@@ -394,12 +396,13 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
-        (told,) = gateway.received_of(UnregisterRegion)
-        assert (told.name, told.cuda) == (name, True)
+        (messages,) = gateway.received_of(UnregisterRegion)
+        assert (messages.name, messages.cuda) == (name, True)
         gateway.received.clear()
 
 
-# As a real Triton 2.51 answers, which was built with GPUs and has none; the last ones are ours.
+# The answers of a real Triton 2.51 that was built with GPU support and has no GPU; the last ones
+# are ours.
 BAD_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 INVALID = "failed to register shared memory region: invalid args"
 UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -440,7 +443,7 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
         ),
     ],
 )
-def test_what_is_wrong_with_a_registration(
+def test_wrong_cuda_registrations_are_refused(
     gateway: Rig, sent: dict[str, Any], status: int, error: str
 ) -> None:
     gateway.received.clear()
@@ -486,7 +489,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
     ):
         reply = http.get(path)
         assert (reply.status, reply.error) == (404, error)
-    # A request names places in it; the gateway looks at none of its bytes.
+    # A request contains memory ranges of the region; the gateway reads none of its bytes.
     scheduler.compute = lambda request: echo(Inference((json_tensor(),)))
     request = {
         "inputs": [shm_input("IN", "FP32", [4], "device", 16, 984)],
@@ -536,7 +539,7 @@ def test_others_do_not_see_a_users_regions() -> None:
         assert table.visible_regions("", peer, cuda=True) == []
         with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'r'"):
             table.visible_regions("r", peer, cuda=True)
-        # Nor of which kind they are.
+        # The kinds of the other user's regions are not revealed either.
         with pytest.raises(NotFound, match="Unable to find system shared memory region: 'r'"):
             table.visible_regions("r", peer, cuda=False)
 
@@ -658,17 +661,17 @@ def test_the_peer_of_a_unix_socket_is_known(
     path = str(tmp_path / "socket")
 
     async def steps() -> None:
-        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        handle: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         class Protocol(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                found.set_result(unix_pid(transport))
+                handle.set_result(unix_pid(transport))
                 transport.close()
 
         server = await asyncio.get_running_loop().create_unix_server(Protocol, path)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
-            assert await found == os.getpid()
+            assert await handle == os.getpid()
         server.close()
         await server.wait_closed()
 

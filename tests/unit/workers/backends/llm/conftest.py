@@ -30,13 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     from tests.support.hf_folders import write_folder
 
     root = tmp_path_factory.mktemp("checkpoints")
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def of(family: str = "llama", **more: Any) -> Path:
         key = repr((family, sorted(more.items())))
-        if key not in made:
-            made[key] = write_folder(root / str(len(made)), family, **more)
-        return made[key]
+        if key not in folders:
+            folders[key] = write_folder(root / str(len(folders)), family, **more)
+        return folders[key]
 
     return of
 
@@ -57,6 +57,6 @@ def generated(path: Path, prompt: list[int], **more: Any) -> list[int]:
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **more}
     with torch.inference_mode():
-        found = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    tokens: list[int] = found[0, len(prompt) :].tolist()
+        generated = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
     return tokens

@@ -31,28 +31,30 @@ TOKENIZER = Tokenizer.from_str(tokenizer_text())
 
 @pytest.fixture
 def scheduler(folder: Folder, tmp_path: Path) -> Iterator[Scheduler]:
-    with llm_rig(tmp_path / "rig", folder()) as made:
-        yield made
+    with llm_rig(tmp_path / "rig", folder()) as engine_rig:
+        yield engine_rig
 
 
 def greedy(folder: Folder, count: int) -> list[int]:
     return generated(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
-def test_a_stream_tells_each_text_as_it_comes(scheduler: Scheduler, folder: Folder) -> None:
+def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.add(1, stream=True, max_tokens=24, **GREEDY)
     scheduler.run()
-    told = scheduler.responses[1]
-    assert len(told) > 8
+    responses = scheduler.responses[1]
+    assert len(responses) > 8
     assert scheduler.tokens(1) == greedy(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy(folder, 24))
-    assert [response["finish_reason"] for response in told[:-1]] == [[""]] * (len(told) - 1)
-    assert told[-1]["finish_reason"] == ["length"]
-    assert told[-1]["usage"] == [
+    assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
+        len(responses) - 1
+    )
+    assert responses[-1]["finish_reason"] == ["length"]
+    assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
     characters = [response.characters for response in scheduler.responses_sent]
-    assert characters == sorted(characters) and characters[0] == len(told[0]["text_output"][0])
+    assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
 @pytest.mark.parametrize(
@@ -71,18 +73,18 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
 
 
 def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
-    wanted: tuple[dict[str, Any], ...] = (
+    expected: tuple[dict[str, Any], ...] = (
         {},
         {"logprobs": 1},
         {"prompt_logprobs": 0},
         {"return_token_ids": True},
     )
-    for key, more in enumerate(wanted):
+    for key, more in enumerate(expected):
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **more)
     scheduler.run()
-    found = [scheduler.responses[key][0].keys() for key in range(len(wanted))]
+    keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
     scored = {"text_output", "logprobs"}
-    assert found == [
+    assert keys == [
         {"text_output"},
         scored,
         scored,
@@ -90,7 +92,7 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
     ]
 
 
-def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
+def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {
         "input_ids": PROMPT,
         "max_tokens": 10,
@@ -109,7 +111,7 @@ def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
     assert together["usage"][0]["samples"] == [10, 10, 10]
 
 
-def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folder) -> None:
+def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder) -> None:
     whole = TOKENIZER.decode(greedy(folder, 30))
     pairs = [whole[memory_range : memory_range + 2] for memory_range in range(2, len(whole) - 2)]
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
@@ -147,11 +149,11 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
         for key, (more, _) in enumerate(cases):
             scheduler.add(key, **{**GREEDY, "max_tokens": 5, **more})
         scheduler.run()
-        found = [scheduler.responses[key][-1]["stop_reason"] for key in range(len(cases))]
-    assert found == [[reason] for _, reason in cases]
+        reasons = [scheduler.responses[key][-1]["stop_reason"] for key in range(len(cases))]
+    assert reasons == [[reason] for _, reason in cases]
 
 
-def test_who_takes_nothing_is_told_later_and_stops_nobody(
+def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler: Scheduler, folder: Folder
 ) -> None:
     scheduler.reads = False
@@ -162,12 +164,12 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
         scheduler.step()
     while 2 not in scheduler.ended:
         scheduler.listen()
-    told = scheduler.responses[1]
-    assert len(told) == 32 and 1 not in scheduler.ended
+    responses = scheduler.responses[1]
+    assert len(responses) == 32 and 1 not in scheduler.ended
     scheduler.rig._send(CreditExecution(1, 32))
     scheduler.rig.instance.link.receive()
     scheduler.finish()
-    assert len(told) == 33
+    assert len(responses) == 33
     assert scheduler.tokens(1) == greedy(folder, 120)
 
 
@@ -240,7 +242,7 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, t
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 12])
-def test_a_successor_tells_all_tokens_and_their_logprobs(
+def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler: Scheduler, stream: bool, count: int
 ) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 20, "stream": stream, "n": 2}
@@ -260,17 +262,17 @@ def test_a_successor_tells_all_tokens_and_their_logprobs(
     scheduler.add(2, resumed, **settings, seed=5)
     scheduler.run()
     text, content = pieces(scheduler, 2, 0)
-    told = sum(len(entry["logprobs"][0]["content"]) for entry in first)
+    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
     assert text.startswith(known_text[characters:])
-    known = [*content[: 16 - told]]
-    assert [entry["token_id"] for entry in known] == tokens[0][told:16]
-    wanted = [entry["logprob"] for entry in whole[0][1][told:16]]
-    assert [entry["logprob"] for entry in known] == pytest.approx(wanted, abs=1e-4)
+    known = [*content[: 16 - content_count]]
+    assert [entry["token_id"] for entry in known] == tokens[0][content_count:16]
+    expected = [entry["logprob"] for entry in whole[0][1][content_count:16]]
+    assert [entry["logprob"] for entry in known] == pytest.approx(expected, abs=1e-4)
     assert [entry["text_offset"] for entry in known] == [
-        entry["text_offset"] for entry in whole[0][1][told:16]
+        entry["text_offset"] for entry in whole[0][1][content_count:16]
     ]
-    assert len(content) == 24 - told
+    assert len(content) == 24 - content_count
     ended = pieces(scheduler, 2, 1)
     assert ended[0] == whole[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
@@ -294,17 +296,17 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     scheduler.add(1, logprobs=2, prompt_logprobs=1, **settings)
     assert scheduler.prepared[1].whole
     scheduler.run()
-    told = scheduler.responses[1][0]["logprobs"][0]
+    responses = scheduler.responses[1][0]["logprobs"][0]
     tokens = [*prompt, *scheduler.tokens(1)]
     with torch.inference_mode():
-        wanted = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    assert told["prompt"][0] is None
-    for memory_range, found in enumerate([*told["prompt"][1:], *told["content"]], 1):
+        expected = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert responses["prompt"][0] is None
+    for memory_range, found in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
         assert found["token_id"] == tokens[memory_range]
         assert found["logprob"] == pytest.approx(
-            wanted[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
+            expected[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
         )
-    assert [len(entry["top_logprobs"]) for entry in told["content"]] == [2] * 4
+    assert [len(entry["top_logprobs"]) for entry in responses["content"]] == [2] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -321,27 +323,27 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     scheduler.run()
     whole = [*tokens, *generated(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
     with torch.inference_mode():
-        wanted = reference(folder())(torch.tensor([whole])).logits[0].log_softmax(-1)
+        expected = reference(folder())(torch.tensor([whole])).logits[0].log_softmax(-1)
     for key in (1, 2):
         for index in (0, 1):
             assert scheduler.text(key, index) == TOKENIZER.decode(whole)
-            found = [
+            texts = [
                 token
                 for response in scheduler.responses[key]
                 if index in response["index"]
                 for token in response["logprobs"][response["index"].index(index)]["content"]
             ]
-            assert [response["token_id"] for response in found] == whole
-            assert (found[0]["logprob"], found[0]["top_logprobs"]) == (None, None)
-            for memory_range, response in enumerate(found[1:], 1):
-                mine = wanted[memory_range - 1, whole[memory_range]]
+            assert [response["token_id"] for response in texts] == whole
+            assert (texts[0]["logprob"], texts[0]["top_logprobs"]) == (None, None)
+            for memory_range, response in enumerate(texts[1:], 1):
+                mine = expected[memory_range - 1, whole[memory_range]]
                 assert response["logprob"] == pytest.approx(mine.item(), abs=1e-3)
-                assert response["rank"] == (wanted[memory_range - 1] > mine).sum() + 1
+                assert response["rank"] == (expected[memory_range - 1] > mine).sum() + 1
             characters = text.encode()
-            for response in found[: len(tokens)]:
+            for response in texts[: len(tokens)]:
                 assert characters.startswith(bytes(response["bytes"]))
                 characters = characters[len(response["bytes"]) :]
-            offsets = [response["text_offset"] for response in found]
+            offsets = [response["text_offset"] for response in texts]
             assert offsets[: len(tokens)] == [begin for begin, _ in TOKENIZER.encode(text).offsets]
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
@@ -356,11 +358,11 @@ def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Schedu
     scheduler.add(3, input_ids=[5] * 512, outputs=outputs, **settings)
     scheduler.run()
     for key, count in ((1, 64), (2, 64), (3, 512)):
-        (found,) = scheduler.responses[key]
-        assert found["text_output"] == [TOKENIZER.decode([5] * count)]
-        assert found["token_ids"] == [] and found["finish_reason"] == ["length"]
-        assert found["usage"][0]["completion_tokens"] == 0
-        assert key == 3 or len(found["logprobs"][0]["content"]) == count
+        (response,) = scheduler.responses[key]
+        assert response["text_output"] == [TOKENIZER.decode([5] * count)]
+        assert response["token_ids"] == [] and response["finish_reason"] == ["length"]
+        assert response["usage"][0]["completion_tokens"] == 0
+        assert key == 3 or len(response["logprobs"][0]["content"]) == count
 
 
 def test_the_text_alone_is_repeated_by_default(scheduler: Scheduler) -> None:
@@ -380,18 +382,18 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
     root = scheduler.enter(1, 0, PROMPT)
     (first,) = scheduler.step()
     with torch.inference_mode():
-        wanted = reference(folder())(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1).topk(4)
-    assert first.candidates == wanted.indices.tolist()
-    assert first.scores == pytest.approx(wanted.values.tolist(), abs=1e-4)
+        expected = reference(folder())(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1).topk(4)
+    assert first.candidates == expected.indices.tolist()
+    assert first.scores == pytest.approx(expected.values.tolist(), abs=1e-4)
     children = [scheduler.fork(root, 0, token) for token in first.candidates[:2]]
     scheduler.release(root.number)
     for child, result in zip(children, scheduler.step(), strict=True):
         with torch.inference_mode():
             logits = reference(folder())(torch.tensor([child.tokens])).logits[0, -1]
         assert result.candidates == logits.topk(4).indices.tolist()
-    found = [g.Hypothesis(np.array([61, 62, 0], np.int32).tobytes(), "stop", -1.0),
+    hypotheses = [g.Hypothesis(np.array([61, 62, 0], np.int32).tobytes(), "stop", -1.0),
              g.Hypothesis(np.array([63], np.int32).tobytes(), "length", -2.0)]  # fmt: skip
-    scheduler.send(g.Choose(1, found))
+    scheduler.send(g.Choose(1, hypotheses))
     scheduler.finish()
     (response,) = scheduler.responses[1]
     assert response["text_output"] == [TOKENIZER.decode([61, 62]), TOKENIZER.decode([63])]
@@ -439,7 +441,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a " * 20_000}, "tokens and one generated token exceed the limit of 512"),
     ],
 )
-def test_what_is_wrong_ends_the_request_and_nothing_else(
+def test_an_error_ends_only_its_own_request(
     scheduler: Scheduler, given: dict[str, Any], message: str
 ) -> None:
     scheduler.add(1, **given)
@@ -493,8 +495,8 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 def of_property(schema: Any) -> dict[str, Any]:
-    made = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
-    return json_schema({**made, "additionalProperties": False})
+    configuration = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
+    return json_schema({**configuration, "additionalProperties": False})
 
 
 @pytest.mark.parametrize(
@@ -599,14 +601,14 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given, found, memory_range = StopStrings(stops, included), "", "", 0
-        while memory_range < len(text) and not found:
+        filtered, given, emitted, memory_range = StopStrings(stops, included), "", "", 0
+        while memory_range < len(text) and not emitted:
             size = chance.randrange(1, 4)
-            piece, found = filtered.add(text[memory_range : memory_range + size])
+            piece, emitted = filtered.add(text[memory_range : memory_range + size])
             given += piece
             memory_range += size
         given += filtered.flush()
-        assert (given, found) == expected(text, stops, included), (text, stops)
+        assert (given, emitted) == expected(text, stops, included), (text, stops)
 
 
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:

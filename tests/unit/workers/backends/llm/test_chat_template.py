@@ -12,9 +12,9 @@ ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
 def rendered(source: str, **given: Any) -> str:
-    made = {"messages": [{"role": "user", "content": "Hi"}], **given}
+    request = {"messages": [{"role": "user", "content": "Hi"}], **given}
     return ChatTemplate({"default": source}, {}).render(
-        made if isinstance(made, dict) else {"messages": made}
+        request if isinstance(request, dict) else {"messages": request}
     )
 
 
@@ -26,9 +26,7 @@ def rendered(source: str, **given: Any) -> str:
         ('{%- set roles = ["system", "developer"] -%}' + ROLES, "developer"),
     ],
 )
-def test_developer_is_the_system_where_the_template_does_not_know_it(
-    source: str, role: str
-) -> None:
+def test_developer_becomes_system_where_the_template_lacks_it(source: str, role: str) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert rendered(source, messages=messages) == f"{role}:x;"
 

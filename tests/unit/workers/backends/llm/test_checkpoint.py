@@ -31,8 +31,8 @@ Folder = Callable[..., Path]
 def edit(path: Path, name: str, **more: Any) -> None:
     """Change a JSON file of a folder."""
     file = path / name
-    found = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**found, **more}))
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**settings, **more}))
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
@@ -95,7 +95,9 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+def test_unknown_checkpoints_are_refused(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "config.json", **more)
     with pytest.raises(InvalidArgument) as raised:
@@ -134,11 +136,11 @@ def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], mess
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, more: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    given = {
+    fields = {
         name: setting for name, setting in config(family, **more).items() if setting is not ...
     }
     problems: list[str] = []
-    architecture = Architecture.of(given, problems)
+    architecture = Architecture.of(fields, problems)
     assert architecture is not None, problems
     assert {name: getattr(architecture, name) for name in expected} == expected
 
@@ -150,13 +152,13 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
         assert f"{name} is missing" in raised.value.message
 
 
-def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
+def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
-    found = Checkpoint.open(path)
-    assert (found.ends, found.defaults["temperature"]) == ((0, 2), 0.5)
+    checkpoint = Checkpoint.open(path)
+    assert (checkpoint.ends, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     said = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered = ChatTemplate(found.templates, found.special).render(said)
+    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(said)
     assert rendered == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own = Checkpoint.open(path)
@@ -167,12 +169,12 @@ def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
-    with rig(tmp_path) as made:
-        made.context.version_dir.rmdir()
-        made.context.version_dir.symlink_to(folder())
+    with rig(tmp_path) as model_rig:
+        model_rig.context.version_dir.rmdir()
+        model_rig.context.version_dir.symlink_to(folder())
         settings = {"max_batch_size": 2, "block_size": 8, "swap_space_gb": 0.001}
-        (made.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(settings))
-        completed = LlmBackend(made.context).complete_config({"name": "m", "backend": "llm"})
+        (model_rig.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(settings))
+        completed = LlmBackend(model_rig.context).complete_config({"name": "m", "backend": "llm"})
         spec = ModelSpec.of(completed)
         assert spec.decoupled and spec.max_batch_size == 0
         assert {tensor.name for tensor in spec.input if not tensor.optional} == set()
@@ -181,32 +183,32 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         # Tokens * (keys and values) * layers * heads * head size * bytes per element.
         block_bytes = 8 * 2 * 2 * 2 * 8 * 4
         assert found.swap_blocks == 1_000_000 // block_bytes
-        again = LlmBackend(made.context).complete_config(completed)
+        again = LlmBackend(model_rig.context).complete_config(completed)
         assert again["parameters"] == completed["parameters"]
-        (made.context.model_dir / "engine.yaml").write_text("[1")
+        (model_rig.context.model_dir / "engine.yaml").write_text("[1")
         with pytest.raises(InvalidArgument, match=r"engine.yaml:1:3: it is not YAML"):
-            LlmBackend(made.context).complete_config({"name": "m", "backend": "llm"})
+            LlmBackend(model_rig.context).complete_config({"name": "m", "backend": "llm"})
 
 
 def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
-    made = Checkpoint.open(folder()).architecture
+    architecture = Checkpoint.open(folder()).architecture
     with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
-        sized(EngineSettings(max_model_len=513), made, "cpu", 1)
-    assert sized(EngineSettings(kv_cache_blocks=3), made, "cpu", 1).max_model_len == 48
+        sized(EngineSettings(max_model_len=513), architecture, "cpu", 1)
+    assert sized(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
 
 
 def test_instances_on_one_device_share_its_memory(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Checkpoint.open(folder()).architecture
-    weights = sum(math.prod(shape) for shape in made.weights().values()) * 4
+    architecture = Checkpoint.open(folder()).architecture
+    weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.
     block = 16 * 2 * 2 * 2 * 8 * 4
     monkeypatch.setattr(engine_file, "_available", lambda device: 3 * weights + 6 * 100 * block)
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
     assert most_on_one_device(groups) == 3
-    assert sized(EngineSettings(), made, "cpu", 3).kv_cache_blocks == 100
+    assert sized(EngineSettings(), architecture, "cpu", 3).kv_cache_blocks == 100
     assert most_on_one_device(groups[2:]) == 2
     assert most_on_one_device([]) == 1
 
@@ -219,17 +221,17 @@ def test_instances_on_one_device_share_its_memory(
         ({"draft_model": "other"}, {}, "'other' has a different vocabulary"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(
+def test_the_error_names_a_checkpoint_that_cannot_be_loaded(
     folder: Folder, tmp_path: Path, engine: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
     write_folder(tmp_path / "other" / "2", vocab_size=330)
-    with rig(tmp_path) as made:
-        made.context.version_dir.rmdir()
-        made.context.version_dir.symlink_to(folder())
+    with rig(tmp_path) as model_rig:
+        model_rig.context.version_dir.rmdir()
+        model_rig.context.version_dir.symlink_to(folder())
         if engine:
             engine = {"speculative_decoding": {"enabled": True, "method": "draft", **engine}}
-        (made.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(engine))
-        backend = LlmBackend(made.context)
+        (model_rig.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(engine))
+        backend = LlmBackend(model_rig.context)
         completed = backend.complete_config({"name": "m", "backend": "llm", **more})
         with pytest.raises(InvalidArgument) as raised:
             backend.load(ModelSpec.of(completed))

@@ -186,7 +186,7 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
     ("spaces", "files"),
     [*((False, file) for file in FILES), *((True, file) for file in SPACED)],
 )
-def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
+def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
         (path / "tokenizer.json").write_text(spaced())
@@ -263,7 +263,7 @@ def test_each_field_in_the_guide_is_tested() -> None:
         ({SETTINGS: {"eos_token": "[new]"}}, (0,)),  # the model lacks this token
     ],
 )
-def test_ends_are_those_of_the_model_and_of_the_tokenizer(
+def test_end_tokens_come_from_the_model_and_the_tokenizer(
     tmp_path: Path, files: dict[str, dict[str, Any]], ends: tuple[int, ...]
 ) -> None:
     path = write_folder(tmp_path / "m")
@@ -297,16 +297,16 @@ def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     prompt = [9, 8, 7]
-    told = generated(folder(), prompt, max_new_tokens=30)
-    stop = told[12]
-    memory_range = told.index(stop)
+    expected = generated(folder(), prompt, max_new_tokens=30)
+    stop = expected[12]
+    memory_range = expected.index(stop)
     text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop)
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
         scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
         scheduler.run()
-        assert scheduler.responses[1][-1]["token_ids"] == told[: memory_range + 1]
+        assert scheduler.responses[1][-1]["token_ids"] == expected[: memory_range + 1]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
         assert text not in scheduler.responses[1][-1]["text_output"][0]
         assert scheduler.responses[2][-1]["finish_reason"] == ["length"]
@@ -420,7 +420,7 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(folder: Folder, name: str) -> None:
+def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     template, messages, more = TEMPLATES[name]
     reference, mine = AutoTokenizer.from_pretrained(folder()), Checkpoint.open(folder())
     prompted = not more.get("continue_final_message")
@@ -489,8 +489,8 @@ def test_one_of_several_templates_is_used(
             edit(path, name, chat_template=content)
         else:
             (path / name).write_text(content)
-    found = Checkpoint.open(path)
-    chat = ChatTemplate(found.templates, found.special)
+    checkpoint = Checkpoint.open(path)
+    chat = ChatTemplate(checkpoint.templates, checkpoint.special)
     assert chat.render({"messages": MESSAGES, **more}) == text
 
 
@@ -523,7 +523,7 @@ def test_one_of_several_templates_is_used(
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
     ],
 )
-def test_what_a_template_does_not_take_is_an_error(
+def test_messages_that_a_template_refuses_are_an_error(
     template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as raised:
@@ -535,13 +535,13 @@ def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m", shards=2)
     drawn = weights(config(), seed=9)
     save_weights(path, drawn)
-    found = Checkpoint.open(path)
-    assert torch.equal(found.weight("model.norm.weight"), drawn["model.norm.weight"])
+    checkpoint = Checkpoint.open(path)
+    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn["model.norm.weight"])
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
-    made = config(tie_word_embeddings=True)
-    drawn = weights(made)
+    configuration = config(tie_word_embeddings=True)
+    drawn = weights(configuration)
     embedding = drawn["model.embed_tokens.weight"]
     head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
     cases = {

@@ -109,18 +109,24 @@ TRAINERS: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any) -> None:
-    made = Tokenizer(model)
+    test_tokenizer = Tokenizer(model)
     is_words = isinstance(model, models.WordPiece)
-    made.pre_tokenizer = pre_tokenizers.Whitespace() if is_words else pre_tokenizers.Metaspace()
-    made.decoder = decoder
+    test_tokenizer.pre_tokenizer = (
+        pre_tokenizers.Whitespace() if is_words else pre_tokenizers.Metaspace()
+    )
+    test_tokenizer.decoder = decoder
     trainer = TRAINERS[type(model).__name__](
         vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
     )
-    made.train_from_iterator([TEXT] * 5, trainer)
-    texts = TokenTexts(made)
-    grammars = Grammars(texts, made.get_vocab_size() + 5, (1,))
+    test_tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    texts = TokenTexts(test_tokenizer)
+    grammars = Grammars(texts, test_tokenizer.get_vocab_size() + 5, (1,))
     matcher = grammars.matcher(("regex", "(a|b| ?the)+ x"))
     allowed = matcher.compute_bitmask()
-    bits = [token for token in range(made.get_vocab_size()) if allowed[token // 8] >> token % 8 & 1]
+    bits = [
+        token
+        for token in range(test_tokenizer.get_vocab_size())
+        if allowed[token // 8] >> token % 8 & 1
+    ]
     begins = ("a", "b", "t", " ")
     assert bits and all(texts.bytes_of(token).decode().startswith(begins) for token in bits)

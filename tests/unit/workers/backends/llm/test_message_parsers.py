@@ -158,14 +158,14 @@ def parsed(
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Return the content, the reasoning, and the name and arguments of each call."""
     parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **more), stream)
-    found = {"content": "", "reasoning": ""}
+    message = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
     ids: set[str] = set()
     for memory_range, chunk in enumerate([*chunks, ""]):
         parser.feed(chunk, memory_range == len(chunks))
         taken = parser.take()
-        for part in found:
-            found[part] += taken.get(part, "")
+        for part in message:
+            message[part] += taken.get(part, "")
         for call in taken.get("tool_calls", ()):
             if "id" in call:
                 assert call["index"] == len(calls)
@@ -173,17 +173,17 @@ def parsed(
                 ids.add(call["id"])
             calls[call["index"]][1] += call["arguments"]
     assert len(ids) == len(calls)
-    return found["content"], found["reasoning"], [(name, text) for name, text in calls]
+    return message["content"], message["reasoning"], [(name, text) for name, text in calls]
 
 
 def split(text: str, seed: int) -> list[str]:
     """Return the text in random chunks, or in single characters if the seed is 0."""
     draw = random.Random(seed)
-    found: list[str] = []
+    deltas: list[str] = []
     while text:
         size = draw.randint(1, 9) if seed else 1
-        found, text = [*found, text[:size]], text[size:]
-    return found
+        deltas, text = [*deltas, text[:size]], text[size:]
+    return deltas
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -214,7 +214,7 @@ def test_calls_that_are_malformed_late(case: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_text_is_parsed_alike_in_any_chunks(family: str) -> None:
+def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
     draw = random.Random(family)
     pieces = [
         piece for case in (GOOD, BAD) for each in case.values() for piece in split(str(each[1]), 7)
@@ -222,8 +222,8 @@ def test_any_text_is_parsed_alike_in_any_chunks(family: str) -> None:
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
         for stream in (False, True):
-            found = {repr(parsed(family, split(text, seed), stream)) for seed in range(3)}
-            assert len(found) == 1, text
+            results = {repr(parsed(family, split(text, seed), stream)) for seed in range(3)}
+            assert len(results) == 1, text
 
 
 def test_arguments_are_sent_as_they_come() -> None:
@@ -305,7 +305,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("template", HINTS)
-def test_parsers_are_those_of_the_template(template: str) -> None:
+def test_the_parsers_are_chosen_from_the_template(template: str) -> None:
     assert parsers_of([template]) == HINTS[template]
 
 

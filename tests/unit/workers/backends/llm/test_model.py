@@ -76,11 +76,11 @@ class Lone:
 
     def chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
         """Return the logits of all tokens, computed in chunks."""
-        found = [
+        logits = [
             self.together([(tokens[begin : begin + size], begin, table)])
             for begin in range(0, len(tokens), size)
         ]
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def together(
         self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
@@ -89,15 +89,15 @@ class Lone:
 
         Several rows of a sequence are prompt tokens or drafts.
         """
-        made = Pass(self.cache.block_size)
+        forward_pass = Pass(self.cache.block_size)
         for tokens, start, table in rows:
-            made.add(tokens, start, table, len(tokens) > 1 and not drafted)
-        wanted = list(range(len(made.tokens)))
-        return self.model.forward(made, self.cache, self.attention, wanted)
+            forward_pass.add(tokens, start, table, len(tokens) > 1 and not drafted)
+        expected = list(range(len(forward_pass.tokens)))
+        return self.model.forward(forward_pass, self.cache, self.attention, expected)
 
 
 @pytest.mark.parametrize(("family", "more"), VARIANTS)
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     folder: Folder, family: str, more: dict[str, Any]
 ) -> None:
     path = folder(family, **more)
@@ -108,8 +108,8 @@ def test_logits_are_those_of_transformers(
     shuffled = random.Random(1).sample(range(128), 128)
     whole, halves = list(range(128)), [*range(10), *range(60, 128)]
     for size, table in ((90, whole), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
-        found = lone.chunks(tokens, size, table)
-        assert torch.allclose(found, expected, atol=1e-4), (size, (found - expected).abs().max())
+        chunks = lone.chunks(tokens, size, table)
+        assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
 
 def test_a_wrong_block_is_seen(folder: Folder) -> None:
@@ -129,7 +129,7 @@ def test_a_wrong_block_is_seen(folder: Folder) -> None:
     ("chunk", "block_size", "shuffled", "disturbance"),
     [(16, 4, False, ""), (1, 1, True, ""), (7, 4, True, "recompute"), (64, 16, True, "swap")],
 )
-def test_greedy_texts_are_those_of_transformers(
+def test_greedy_texts_equal_those_of_transformers(
     folder: Folder,
     tmp_path: Path,
     family: str,
@@ -145,7 +145,7 @@ def test_greedy_texts_are_those_of_transformers(
     with llm_rig(tmp_path / "rig", path, engine, chunk=chunk, shuffle=shuffle) as scheduler:
         for key, tokens in prompts.items():
             scheduler.add(key, input_ids=tokens, temperature=0, max_tokens=12)
-            scheduler.step()  # the requests begin one after the other
+            scheduler.step()  # the requests begin in turn
         chance = random.Random(1)
         for number in range(400):
             if disturbance and number % 10 == 9 and scheduler.running:
@@ -188,7 +188,7 @@ def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
     assert torch.equal(lone.chunks(tokens, size, table), lone.chunks(tokens, 400, table))
 
 
-def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
+def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     lone = Lone(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
@@ -196,10 +196,10 @@ def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
     rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
-    for wanted in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
+    for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
         given = rows.only(list(range(124)))
-        found = lone.model.forward(given, lone.cache, lone.attention, wanted)
-        assert torch.equal(found, every[wanted])
+        logits = lone.model.forward(given, lone.cache, lone.attention, expected)
+        assert torch.equal(logits, every[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
@@ -263,9 +263,9 @@ def test_linears_agree(rows: int) -> None:
         (transformer._plain(weight, bias), 1e-4),
         (transformer.make_linear(weight, bias, "int8"), 2.5),
     ):
-        found = layer(given)
-        assert (found - expected).abs().max() < error
-        assert (found - expected).square().mean() < 0.001 * expected.square().mean()
+        output = layer(given)
+        assert (output - expected).abs().max() < error
+        assert (output - expected).square().mean() < 0.001 * expected.square().mean()
 
 
 def test_a_row_of_8_bits_is_as_fine_beside_a_large_one() -> None:

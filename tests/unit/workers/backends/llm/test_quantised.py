@@ -67,17 +67,20 @@ def fp8(
 
 
 def fp8_tensor(weight: torch.Tensor) -> Made:
-    made, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
-    return made | {"weight_scale": made["weight_scale"][0, 0], "input_scale": torch.ones(1)}, exact
+    quantised, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
+    return quantised | {
+        "weight_scale": quantised["weight_scale"][0, 0],
+        "input_scale": torch.ones(1),
+    }, exact
 
 
 def exponents(weight: torch.Tensor) -> Made:
-    made, _ = fp8(weight, (16, 16))
-    rows, columns = made["weight_scale_inv"].shape
+    quantised, _ = fp8(weight, (16, 16))
+    rows, columns = quantised["weight_scale_inv"].shape
     powers = drawn(rows, columns, 130, least=124).byte()
     scales = 2.0 ** (powers.float() - 127)
-    exact = made["weight"].float() * spread(scales, weight.shape, 16, 16)
-    return made | {"weight_scale_inv": powers}, exact
+    exact = quantised["weight"].float() * spread(scales, weight.shape, 16, 16)
+    return quantised | {"weight_scale_inv": powers}, exact
 
 
 def plain_ints(
@@ -91,33 +94,33 @@ def plain_ints(
     scales = scales_of(*counts, torch.bfloat16)
     exact = (values - spread(zeros, weight.shape, *block)).float()
     exact = exact * spread(scales.float(), weight.shape, *block)
-    found = {"weight": values.to(torch.int8), "weight_scale": scales}
-    return found | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
+    tensors = {"weight": values.to(torch.int8), "weight_scale": scales}
+    return tensors | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
 
 
 def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
     block = (1, columns)
-    made, exact = plain_ints(weight, block, symmetric, bits)
+    quantised, exact = plain_ints(weight, block, symmetric, bits)
     half = 1 << bits - 1
-    found = {
-        "weight_packed": packed(made["weight"].int() + half, bits),
-        "weight_scale": made["weight_scale"],
+    tensors = {
+        "weight_packed": packed(quantised["weight"].int() + half, bits),
+        "weight_scale": quantised["weight_scale"],
         "weight_shape": torch.tensor(weight.shape),
         "weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32),
     }
     if not symmetric:
-        zeros = packed((made["weight_zero_point"].int() + half).t(), bits)
-        found["weight_zero_point"] = zeros.t().contiguous()
-    return found, exact
+        zeros = packed((quantised["weight_zero_point"].int() + half).t(), bits)
+        tensors["weight_zero_point"] = zeros.t().contiguous()
+    return tensors, exact
 
 
 def ordered_ints(weight: torch.Tensor) -> Made:
-    made, _ = packed_ints(weight, 4, GROUP, False)
+    quantised, _ = packed_ints(weight, 4, GROUP, False)
     ordered = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
     plain, _ = plain_ints(weight, (1, GROUP), False, 4)
     exact = (plain["weight"].int() - plain["weight_zero_point"].int()[:, ordered]).float()
     exact = exact * plain["weight_scale"].float()[:, ordered]
-    return made | {"weight_g_idx": ordered.int()}, exact
+    return quantised | {"weight_g_idx": ordered.int()}, exact
 
 
 def without(made: Tensors, *names: str) -> Tensors:
@@ -142,14 +145,14 @@ def gptq(
         groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(1))]
     points = torch.as_tensor(points).expand(columns // group, rows)
     exact = ((values - (points[groups] + offset)).float() * scales.float()[groups]).t()
-    found = {
+    tensors = {
         "qweight": packed(values.t(), bits).t().contiguous(),
         "qzeros": packed(points, bits),
         "scales": scales,
         "g_idx": groups.int(),
         "bias": torch.zeros(rows, dtype=torch.float16),
     }
-    return found if zeros else without(found, "qzeros"), exact
+    return tensors if zeros else without(tensors, "qzeros"), exact
 
 
 def awq(
@@ -165,12 +168,12 @@ def awq(
     scales = scales_of(columns // group, rows, torch.float16)
     groups = torch.arange(columns) // group
     exact = ((values - points[groups]).float() * scales.float()[groups]).t()
-    found = {
+    tensors = {
         "qweight": packed(values, bits, order or AWQ_ORDER[bits]),
         "scales": scales,
         "qzeros": packed(points, bits, order or AWQ_ORDER[bits]),
     }
-    return found if zeros else without(found, "qzeros"), exact
+    return tensors if zeros else without(tensors, "qzeros"), exact
 
 
 def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]) -> Tensors:
@@ -183,10 +186,10 @@ def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str,
         stored[name] = exact[name] = weight
         # This layer is not quantised.
         if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:
-            made, exact[name] = make(weight)
+            quantised, exact[name] = make(weight)
             del stored[name]
             prefix = name.removesuffix("weight")
-            stored |= {prefix + part: tensor.contiguous() for part, tensor in made.items()}
+            stored |= {prefix + part: tensor.contiguous() for part, tensor in quantised.items()}
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     return exact
 
@@ -259,9 +262,9 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) -> None:
     exact = folder_of(tmp_path / "m", *CASES[name])
-    found = Checkpoint.open(tmp_path / "m")
+    checkpoint = Checkpoint.open(tmp_path / "m")
     for each, weight in exact.items():
-        mine = found.weight(each)
+        mine = checkpoint.weight(each)
         assert mine.dtype == torch.float32 and torch.equal(mine, weight), each
 
 
@@ -337,7 +340,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, but"),
     ],
 )
-def test_what_is_not_known_is_refused(
+def test_unknown_quantisations_are_refused(
     tmp_path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any], message: str
 ) -> None:
     folder_of(tmp_path / "m", make, given)

@@ -65,19 +65,21 @@ def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Te
     if parameters.min_p:
         steps.append(MinPLogitsWarper(parameters.min_p))
     ids = torch.tensor([[*PROMPT, *SAID]])
-    found: torch.Tensor = steps(ids, logits.unsqueeze(0).clone()).softmax(-1)[0]
-    return found
+    probabilities: torch.Tensor = steps(ids, logits.unsqueeze(0).clone()).softmax(-1)[0]
+    return probabilities
 
 
-def test_distributions_are_those_of_transformers() -> None:
+def test_distributions_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
     rows = [made(**settings) for settings in SETTINGS]
     wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
     sampler.process(logits, rows)
-    found = sampler.distribution(logits, rows)  # all rows in one call
+    probabilities = sampler.distribution(logits, rows)  # all rows in one call
     for memory_range, settings in enumerate(SETTINGS):
-        assert torch.allclose(found[memory_range], wanted[memory_range], atol=1e-6), settings
+        assert torch.allclose(probabilities[memory_range], wanted[memory_range], atol=1e-6), (
+            settings
+        )
 
 
 def test_penalties_of_presence_and_frequency() -> None:
@@ -98,7 +100,7 @@ def test_only_allowed_tokens_are_sampled() -> None:
     assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 34]
 
 
-def test_draws_depend_on_seed_sample_and_place_alone() -> None:
+def test_draws_depend_only_on_seed_sample_and_position() -> None:
     logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     rows = [made(seed=seed, temperature=1.5) for seed in range(8)]
     together, _ = sampler.sample(logits, rows)
@@ -117,8 +119,8 @@ def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
     logits = torch.tensor(probabilities).log().float().repeat(20_000, 1)
     rows = [made(seed=seed) for seed in range(20_000)]
     counts = Counter(sampler.sample(logits, rows)[0])
-    found = [counts[token] for token in range(4)]
-    assert chisquare(found, probabilities * 20_000).pvalue > 1e-4
+    frequencies = [counts[token] for token in range(4)]
+    assert chisquare(frequencies, probabilities * 20_000).pvalue > 1e-4
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
@@ -128,12 +130,12 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert sampler.sample(logits, mixed)[0] == [7] * 3
 
 
-def test_logprobs_are_those_of_the_model() -> None:
+def test_logprobs_are_computed_from_the_models_logits() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     first, second = sampler.logprobs(logits, [4, 5], 3)
-    wanted = logits.log_softmax(-1)
-    assert first.logprob == pytest.approx(wanted[0, 4].item())
-    best = wanted[1].topk(3)
+    expected = logits.log_softmax(-1)
+    assert first.logprob == pytest.approx(expected[0, 4].item())
+    best = expected[1].topk(3)
     assert second.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4
@@ -182,7 +184,7 @@ def test_requests_without_a_grammar_pay_nothing(
         assert calls == {"matcher": 1, "allowed_tokens": rows, "_bits": rows, "_mask": rows}
 
 
-def test_the_tokens_allowed_and_those_of_bad_words() -> None:
+def test_allowed_tokens_and_bad_words() -> None:
     logits = torch.zeros(2, 10)
     free = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
     banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])

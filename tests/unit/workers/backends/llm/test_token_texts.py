@@ -16,16 +16,16 @@ def fallback() -> Tokenizer:
     pieces = ["▁", "▁the", "▁of", "sea", "▁a", ",", "é"]
     names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces]
     vocabulary = {name: token for token, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
+    test_tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    test_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence(
+    test_tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
          decoders.Strip(" ", 1, 0)]
     )  # fmt: skip
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return made
+    test_tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return test_tokenizer
 
 
 VOCABULARIES = {"bytes": Tokenizer.from_str(tokenizer_text()), "fallback": fallback()}
@@ -38,8 +38,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 def token(tokenizer: Tokenizer, piece: str) -> int:
     """Return the token of a piece, or -1 if the vocabulary lacks it."""
-    found = tokenizer.token_to_id(piece)
-    return -1 if found is None else found
+    token_id = tokenizer.token_to_id(piece)
+    return -1 if token_id is None else token_id
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -66,7 +66,7 @@ def test_a_prompt_and_what_follows_are_the_decoding_of_all(
             assert echoed + "".join(pieces) == texts.decode(tokens, skip)
 
 
-def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
+def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Tokenizer) -> None:
     texts, text = TokenTexts(tokenizer), "sea 😀é, 東"
     tokens = tokens_of(tokenizer, text)
     assert b"".join(map(texts.bytes_of, tokens)) == text.encode()
@@ -76,8 +76,8 @@ def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> No
 def test_a_token_has_its_space() -> None:
     tokenizer = VOCABULARIES["fallback"]
     texts = TokenTexts(tokenizer)
-    found = [texts.bytes_of(token(tokenizer, piece)) for piece in ("▁the", "▁", "</s>", "é")]
-    assert found == [b" the", b" ", b"</s>", "é".encode()]
+    pieces = [texts.bytes_of(token(tokenizer, piece)) for piece in ("▁the", "▁", "</s>", "é")]
+    assert pieces == [b" the", b" ", b"</s>", "é".encode()]
 
 
 def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
@@ -85,13 +85,13 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     tokens = tokens_of(tokenizer, text)
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
-    wanted = [len(token_id.decode(errors="ignore")) for token_id in starts]
-    assert texts.offsets(tokens, text, True) == wanted
-    detokenizer, found = Detokenizer(texts, True), []
+    expected = [len(token_id.decode(errors="ignore")) for token_id in starts]
+    assert texts.offsets(tokens, text, True) == expected
+    detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
-        found.append(detokenizer.position)
+        pieces.append(detokenizer.position)
         detokenizer.add(token_id)
-    assert found == wanted
+    assert pieces == expected
 
 
 def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
@@ -103,9 +103,7 @@ def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
 
 
 @pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
-def test_the_forbidden_tokens_are_those_that_complete_a_bad_word(
-    tokenizer: Tokenizer, words: list[str]
-) -> None:
+def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, chance = TokenTexts(tokenizer), random.Random(0)
     bad = BadWords(words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]

@@ -51,10 +51,12 @@ GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 
 def tokenizer(*special: str) -> Tokenizer:
     """Return a tokenizer with added tokens, half of which are special."""
-    made = Tokenizer.from_str(tokenizer_text())
+    test_tokenizer = Tokenizer.from_str(tokenizer_text())
     for memory_range, call in enumerate(special):
-        made.add_tokens([AddedToken(call, special=memory_range % 2 == 0, normalized=False)])
-    return made
+        test_tokenizer.add_tokens(
+            [AddedToken(call, special=memory_range % 2 == 0, normalized=False)]
+        )
+    return test_tokenizer
 
 
 def grammar(
@@ -68,15 +70,15 @@ def grammar(
     """Return the matcher of a request's grammar, and the format of its messages."""
     request = tools.take({"tools": given, **choice})
     formats = tools.MessageFormats(family, reasoning, made)
-    found = formats.format(request, prompt)
-    assert found is not None
-    text = formats.grammar(request, found, body=False)
+    formatted = formats.format(request, prompt)
+    assert formatted is not None
+    text = formats.grammar(request, formatted, body=False)
     ends = [made.token_to_id(END)]
     wrapped: Any = llguidance.LLTokenizer
     library = wrapped(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=ends)
     matcher: Any = llguidance.LLMatcher(library, text)
     assert not matcher.get_error(), (matcher.get_error(), text)
-    return matcher, found
+    return matcher, formatted
 
 
 def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) -> str:
@@ -105,13 +107,13 @@ def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_required_calls_always_parse_and_validate(family: str, special: tuple[str, ...]) -> None:
-    made, draw, seen = tokenizer(*special), random.Random(5), 0
-    matcher, found = grammar(family, made, tool_choice="required")
+    test_tokenizer, draw, seen = tokenizer(*special), random.Random(5), 0
+    matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
-        text = said(matcher.deep_copy(), made, draw)
+        text = said(matcher.deep_copy(), test_tokenizer, draw)
         if not text:
             continue
-        content, calls = calls_of(text, found)
+        content, calls = calls_of(text, tools)
         assert calls and not content, text
         for name, arguments in calls:
             jsonschema_rs.validate({"weather": SCHEMA, "now": NOW}[name], arguments)
@@ -121,11 +123,11 @@ def test_required_calls_always_parse_and_validate(family: str, special: tuple[st
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_named_call(family: str) -> None:
-    made, draw = tokenizer(), random.Random(1)
+    test_tokenizer, draw = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
-    matcher, found = grammar(family, made, tool_choice=choice)
-    assert not found.parallel
-    assert calls_of(said(matcher, made, draw), found) == ("", [("now", {})])
+    matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
+    assert not tools.parallel
+    assert calls_of(said(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
 
 
 EXAMPLES = {
@@ -142,11 +144,14 @@ EXAMPLES = {
 def test_strict_calls_follow_a_grammar_from_their_tag_on(
     family: str, special: tuple[str, ...]
 ) -> None:
-    made = tokenizer(*special)
-    matcher, _ = grammar(family, made, [function("now", NOW, strict=True)])
+    test_tokenizer = tokenizer(*special)
+    matcher, _ = grammar(family, test_tokenizer, [function("now", NOW, strict=True)])
 
     def accepted(text: str) -> bool:
-        tokens = [*made.encode(text, add_special_tokens=False).ids, made.token_to_id(END)]
+        tokens = [
+            *test_tokenizer.encode(text, add_special_tokens=False).ids,
+            test_tokenizer.token_to_id(END),
+        ]
         return bool(matcher.deep_copy().try_consume_tokens(tokens) == len(tokens))
 
     call = EXAMPLES[family]
@@ -158,16 +163,18 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
-def test_calls_come_after_reasoning(special: tuple[str, ...]) -> None:
-    made, draw = tokenizer(*special), random.Random(2)
+def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
+    test_tokenizer, draw = tokenizer(*special), random.Random(2)
     settings: Any = {"reasoning": "qwen3", "tool_choice": "required", "parallel_tool_calls": False}
     for prompt, begin in (("", "<think>\n"), ("<|model|><think>\n", ""), ("", "")):
-        matcher, found = grammar("hermes", made, [function("now", NOW)], prompt=prompt, **settings)
+        matcher, tools = grammar(
+            "hermes", test_tokenizer, [function("now", NOW)], prompt=prompt, **settings
+        )
         thought = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
-        tokens = made.encode(thought, add_special_tokens=False).ids
+        tokens = test_tokenizer.encode(thought, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens)
-        texts = (said(matcher.deep_copy(), made, draw) for _ in range(40))
-        _, calls = calls_of(thought + next(filter(None, texts)), found)
+        texts = (said(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
+        _, calls = calls_of(thought + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
 
 
@@ -286,9 +293,9 @@ def test_choices() -> None:
         {"type": "allowed_tools", **some},
     ):
         conversation = {"tools": GIVEN, "tool_choice": choice}
-        found = tools.take(conversation)
-        assert found is not None and found.required
-        assert [tool.name for tool in found.tools] == ["now"]
+        taken = tools.take(conversation)
+        assert taken is not None and taken.required
+        assert [tool.name for tool in taken.tools] == ["now"]
         assert conversation == {"tools": GIVEN[1:]}
 
 
